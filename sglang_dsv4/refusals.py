@@ -287,7 +287,7 @@ def check_chunk(value: int | None, page: int) -> None:
     if value == -1:
         raise Refused(
             "--chunked-prefill-size -1 is not supported",
-            "a prompt that leaves a cached prefix must stop at the branch to take its snapshot, and only chunked prefill can stop it",
+            "one step's workspace and snapshots are bounded by the chunk and would grow with the prompt",
             "drop the flag or use a multiple of the page such as 8192",
         )
     _multiple_of_page("--chunked-prefill-size", value, page, "a chunk must end where a snapshot may stand")
@@ -415,6 +415,11 @@ def geometry_of(args: Any, hf_config: Any, env: Mapping[str, str] | None = None)
         return Geometry.from_config(config, page_size=page_size(args), store=rows, indexer=keys)
     except ValueError as error:
         raise Refused(str(error)) from None
+
+
+def refuse_checkpoint(raw: Mapping[str, Any]) -> None:
+    """Refuses a config.json that the pools cannot hold, whatever the flags."""
+    geometry_of(None, raw, env={})
 
 
 def check_pool_size(
