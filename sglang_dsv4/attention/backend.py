@@ -1,0 +1,235 @@
+"""SGLang's attention backend: turns a ForwardBatch into a `core.Step` and runs the layers on it.
+
+Everything that a step reads from SGLang's own tensors (request table, slot mapping, lengths) is read in
+`init_forward_metadata_out_graph`, before the layers run; a captured decode graph reads static copies only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from torch import Tensor
+
+from sglang_dsv4.attention.core import Step, attend
+from sglang_dsv4.cache.handle import CacheHandle
+from sglang_dsv4.cache.pages import PagePool
+from sglang_dsv4.cache.slots import SlotReqToTokenPool
+from sglang_dsv4.ops.dispatch import operations
+from sglang_dsv4.ops.meta import StepMeta
+from sglang_dsv4.refusals import Refused
+
+
+class SlotAttentionBackend(AttentionBackend):
+    """Attention over `PagePool` and `SlotReqToTokenPool`. Refuses to exist over any other pools."""
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.device = torch.device(runner.device)
+        self.requests = _expect(runner.req_to_token_pool, SlotReqToTokenPool, "KVCacheConfigurator._build_hybrid_req_pool")
+        self.pages = _expect(runner.token_to_kv_pool, PagePool, "KVCacheConfigurator._build_token_to_kv_pool")
+        self.geometry = self.pages.geometry
+        self.page_size = self.geometry.page_size
+        self.context_len = runner.model_config.context_len
+        self.slots = self.requests.mamba_pool.store
+        self.cache = CacheHandle(self.geometry, self.pages.store, self.slots, self.requests.tails)
+        self.ops = operations(self.device.type)
+        self._last_layer = self.geometry.num_layers - 1
+        self._static: StaticDecode | None = None
+        self._captured: dict[int, Step] = {}
+        self._step: Step | None = None
+        self._snapshots: tuple[Tensor, Tensor] | None = None
+
+    # Metadata
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self._step = None
+            return
+        if not mode.is_decode():
+            self._step = self._extend_step(forward_batch)
+            self._snapshots = None
+            return
+        if self._static is not None and (in_capture or self._replays(forward_batch)):
+            self._step, self._snapshots = self._static_step(forward_batch, in_capture)
+            return
+        self._step, self._snapshots = self._decode_step(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate the static tensors of captured decode steps."""
+        self._static = StaticDecode(max_bs, -(-self.context_len // self.page_size), self.page_size, self.device)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return self.device.type != "cpu"
+
+    def _replays(self, fb: Any) -> bool:
+        """A replay hands back the batch sizes that were captured; eager decode steps build their own tensors."""
+        return bool(getattr(fb, "can_run_decode_cuda_graph", False)) and fb.batch_size in self._captured
+
+    def _static_step(self, fb: Any, in_capture: bool) -> tuple[Step, tuple[Tensor, Tensor]]:
+        assert self._static is not None
+        step, snapshots = self._decode_step(fb, columns=self._static.pages)
+        size = fb.batch_size
+        meta, pairs = self._static.fill(step.meta, snapshots)
+        if in_capture:
+            self._captured[size] = Step(meta, self.cache, self.ops, True, self.context_len)
+        return self._captured[size], pairs
+
+    def _decode_step(self, fb: Any, columns: int | None = None) -> tuple[Step, tuple[Tensor, Tensor]]:
+        rows = fb.req_pool_indices.long()
+        seq_lens = fb.seq_lens.int()
+        real = rows > 0  # row 0 pads a captured batch
+        index = torch.arange(rows.shape[0], dtype=torch.int32, device=self.device)
+        longest = self._longest(fb.seq_lens_cpu, fb.seq_lens)
+        lens = torch.where(real, seq_lens, torch.zeros_like(seq_lens))
+        meta = StepMeta(
+            req_rows=rows.int(),
+            slots=self.requests.get_mamba_indices(rows).int(),
+            prefix_lens=(lens - 1).clamp(min=0),
+            seq_lens=lens,
+            token_offsets=torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=self.device),
+            token_to_req=torch.where(real, index, torch.full_like(index, -1)),
+            positions=fb.positions.long(),
+            page_table=self._page_table(rows, longest if columns is None else columns * self.page_size),
+            snapshot_slots=index.new_empty((rows.shape[0], 0)),
+            snapshot_lens=index.new_empty((rows.shape[0], 0)),
+            page_size=self.page_size,
+        )
+        return Step(meta, self.cache, self.ops, True, longest), self._due_snapshots(fb, meta)
+
+    def _due_snapshots(self, fb: Any, meta: StepMeta) -> tuple[Tensor, Tensor]:
+        """(source, destination) int64 [B] of decode snapshots, -1 where none is due."""
+        if fb.mamba_track_mask is None or fb.mamba_track_indices is None:
+            none = torch.full_like(meta.slots, -1).long()
+            return none, none
+        target = fb.mamba_track_indices.long()
+        due = fb.mamba_track_mask & (meta.req_rows > 0)
+        return meta.slots.long(), torch.where(due, target, torch.full_like(target, -1))
+
+    def _extend_step(self, fb: Any) -> Step:
+        rows = fb.req_pool_indices.long()
+        prefix = [int(n) for n in fb.extend_prefix_lens_cpu]
+        extent = [int(n) for n in fb.extend_seq_lens_cpu]
+        lens = [p + n for p, n in zip(prefix, extent, strict=True)]
+        offsets = [0]
+        for n in extent:
+            offsets.append(offsets[-1] + n)
+        tokens = fb.positions.shape[0]
+        owner = torch.full((tokens,), -1, dtype=torch.int32)
+        owner[: offsets[-1]] = torch.repeat_interleave(torch.arange(len(extent), dtype=torch.int32), torch.tensor(extent))
+        snapshot_slots, snapshot_lens = self._extend_snapshots(fb)
+        meta = StepMeta(
+            req_rows=rows.int(),
+            slots=self.requests.get_mamba_indices(rows).int(),
+            prefix_lens=self._host_ints(prefix),
+            seq_lens=self._host_ints(lens),
+            token_offsets=self._host_ints(offsets),
+            token_to_req=owner.to(self.device, non_blocking=True),
+            positions=fb.positions.long(),
+            page_table=self._page_table(rows, max(lens)),
+            snapshot_slots=snapshot_slots,
+            snapshot_lens=snapshot_lens,
+            page_size=self.page_size,
+        )
+        return Step(meta, self.cache, self.ops, False, max(lens), prefix, lens)
+
+    def _extend_snapshots(self, fb: Any) -> tuple[Tensor, Tensor]:
+        """int32 [B, S] slots and lengths; column 0 is SGLang's own, further ones are interior snapshots."""
+        if fb.mamba_track_mask is None or fb.mamba_track_indices is None or fb.mamba_track_seqlens is None:
+            none = torch.empty((fb.batch_size, 0), dtype=torch.int32, device=self.device)
+            return none, none
+        slots = fb.mamba_track_indices.reshape(fb.batch_size, -1)
+        lens = fb.mamba_track_seqlens.reshape(fb.batch_size, -1)
+        due = fb.mamba_track_mask[:, None] & (lens > 0) & (slots >= 0)
+        none = torch.full_like(slots, -1)
+        return torch.where(due, slots, none).int(), torch.where(due, lens, none).int()
+
+    def _page_table(self, rows: Tensor, length: int) -> Tensor:
+        columns = torch.arange(0, length, self.page_size, device=self.device)
+        return self.requests.req_to_token[rows[:, None], columns] // self.page_size
+
+    def _host_ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+
+    @staticmethod
+    def _longest(host: Tensor | None, device: Tensor) -> int:
+        return int((device if host is None else host).max())
+
+    # Layers
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        inputs: Any,
+    ) -> Tensor:
+        """float [N, H, 512]: `core.attend` of one layer; after the last layer of a decode step, its snapshots."""
+        if self._step is None:
+            return torch.zeros_like(inputs.q)
+        out = attend(layer.params, inputs, self._step)
+        if layer.layer_id == self._last_layer and self._snapshots is not None:
+            self.ops.copy_state(self.slots.slot_windows, self.slots.overlaps, *self._snapshots)
+        return out
+
+
+class StaticDecode:
+    """Tensors whose addresses a captured decode graph keeps; a step of B requests uses their first B rows."""
+
+    def __init__(self, max_requests: int, pages: int, page_size: int, device: torch.device) -> None:
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.pages = pages
+        self.page_size = page_size
+        self.req_rows, self.slots = ints(max_requests), ints(max_requests)
+        self.prefix_lens, self.seq_lens = ints(max_requests), ints(max_requests)
+        self.token_offsets = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
+        self.token_to_req = ints(max_requests)
+        self.positions = ints(max_requests, dtype=torch.int64)
+        self.page_table = ints(max_requests, pages)
+        self.snapshot_src = ints(max_requests, dtype=torch.int64)
+        self.snapshot_dst = ints(max_requests, dtype=torch.int64)
+        self.none = ints(max_requests, 0)
+
+    def fill(self, meta: StepMeta, snapshots: tuple[Tensor, Tensor]) -> tuple[StepMeta, tuple[Tensor, Tensor]]:
+        """Copy a step in; returns the static views that the graph reads."""
+        size = meta.num_requests
+        for name in ("req_rows", "slots", "prefix_lens", "seq_lens", "token_to_req", "positions", "page_table"):
+            getattr(self, name)[:size].copy_(getattr(meta, name))
+        self.snapshot_src[:size].copy_(snapshots[0])
+        self.snapshot_dst[:size].copy_(snapshots[1])
+        view = StepMeta(
+            self.req_rows[:size],
+            self.slots[:size],
+            self.prefix_lens[:size],
+            self.seq_lens[:size],
+            self.token_offsets[: size + 1],
+            self.token_to_req[:size],
+            self.positions[:size],
+            self.page_table[:size],
+            self.none[:size],
+            self.none[:size],
+            self.page_size,
+        )
+        return view, (self.snapshot_src[:size], self.snapshot_dst[:size])
+
+
+def _expect(pool: Any, kind: type, hook: str) -> Any:
+    if not isinstance(pool, kind):
+        raise Refused(
+            f"the pool is {type(pool).__name__}, not {kind.__name__}: the hook on {hook} did not take effect; "
+            f"run `sglang-dsv4 check`"
+        )
+    return pool

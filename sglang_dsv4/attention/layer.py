@@ -1,0 +1,55 @@
+"""The attention layer that a model holds: a RadixAttention whose keys are pages and slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import Tensor
+
+from sglang_dsv4.attention.core import LayerInputs, LayerParams, Step, attend
+from sglang_dsv4.geometry import HEAD_DIM
+from sglang_dsv4.ops.flush import CompressorParams
+
+
+class SlotRadixAttention(RadixAttention):
+    """Hands a layer's projections to the backend, which owns the step's metadata and the pools."""
+
+    def __init__(
+        self,
+        *,
+        layer_id: int,
+        ratio: int,
+        num_heads: int,
+        scale: float,
+        sink: Tensor,
+        rope: Tensor,
+        compressor: CompressorParams | None,
+        index_compressor: CompressorParams | None,
+        index_topk: int,
+    ) -> None:
+        super().__init__(num_heads, HEAD_DIM, scale, num_kv_heads=1, layer_id=layer_id)
+        self.params = LayerParams(
+            layer_id, ratio, num_heads, scale, sink, rope, compressor, index_compressor, index_topk
+        )
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        kv: Tensor,
+        forward_batch: Any,
+        *,
+        kv_score: Tensor | None = None,
+        index_kv_score: Tensor | None = None,
+        index_q: Tensor | None = None,
+        index_weights: Tensor | None = None,
+    ) -> Tensor:
+        """float [N, H, 512], de-rotated. Shapes of the arguments: `core.LayerInputs`.
+
+        forward_batch  SGLang's ForwardBatch, or a `core.Step` where no server is involved
+        """
+        inputs = LayerInputs(q, kv, kv_score, index_kv_score, index_q, index_weights)
+        if isinstance(forward_batch, Step):
+            return attend(self.params, inputs, forward_batch)
+        out = super().forward(q, kv, kv, forward_batch, inputs=inputs)
+        return out.view(q.shape)

@@ -1,0 +1,101 @@
+"""How many pages, slots and request rows fit: every byte that the pools allocate is in these formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
+
+from sglang_dsv4.geometry import Geometry
+
+# State slots that SGLang needs per running request with overlap scheduling: live, two tracking, two in flight.
+SLOTS_PER_REQUEST = 5
+# Part of the memory beyond the fixed share that becomes snapshots, the rest becomes pages.
+SNAPSHOT_SHARE = 0.2
+# Requests may not take more than this part of the memory for state before anything is cached.
+FIXED_SHARE_LIMIT = 0.5
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """slots in all (without the dummy), of which `snapshots` are not needed by running requests."""
+
+    max_running_requests: int
+    slots: int
+
+    @property
+    def snapshots(self) -> int:
+        return self.slots - SLOTS_PER_REQUEST * self.max_running_requests
+
+
+def plan_slots(geometry: Geometry, available_bytes: int, max_running_requests: int) -> SlotPlan:
+    """Split memory between running requests, snapshots and pages; the pages take what is left.
+
+    Fewer requests run where their state alone would take more than half of the memory. Raises ValueError where not
+    even one request fits.
+    """
+    per_request = SLOTS_PER_REQUEST * geometry.slot_bytes + geometry.tail_bytes(1)
+    dummies = geometry.slot_bytes + geometry.tail_bytes(1)
+    fitting = int((available_bytes * FIXED_SHARE_LIMIT - dummies) // per_request)
+    requests = min(max_running_requests, fitting)
+    if requests < 1:
+        raise ValueError(
+            f"{available_bytes} bytes of KV memory cannot hold one request's state: one needs "
+            f"{int((per_request + dummies) / FIXED_SHARE_LIMIT) + 1} bytes; raise --mem-fraction-static"
+        )
+    spare = available_bytes - dummies - requests * per_request
+    snapshots = int(spare * SNAPSHOT_SHARE // geometry.slot_bytes)
+    return SlotPlan(requests, SLOTS_PER_REQUEST * requests + snapshots)
+
+
+def fit_tokens(geometry: Geometry, available_bytes: int) -> int:
+    """Most tokens, a whole number of pages, whose pool (SGLang's padding page included) fits in the bytes."""
+    page = geometry.page_size
+    tokens = int(available_bytes / geometry.token_alloc_bytes) // page * page
+    while tokens > 0 and geometry.page_pool_bytes(tokens + page) > available_bytes:
+        tokens -= page
+    return max(tokens, 0)
+
+
+class SlotPoolConfigurator(MemoryPoolConfigurator):
+    """SGLang's sizing question for the page pool; slots were already subtracted from `available_bytes`."""
+
+    def __init__(self, geometry: Geometry, request_rows: int) -> None:
+        self.geometry = geometry
+        self.request_rows = request_rows
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        return self._config(fit_tokens(self.geometry, available_bytes - self.geometry.tail_bytes(self.request_rows)))
+
+    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+        return self._config(max_total_num_tokens // self.geometry.page_size * self.geometry.page_size)
+
+    @staticmethod
+    def _config(tokens: int) -> MemoryPoolConfig:
+        return MemoryPoolConfig(max_total_num_tokens=tokens)
+
+
+def describe(geometry: Geometry, pages: Any, slots: Any, tails: Any, max_running_requests: int) -> str:
+    """The start-up line: what was allocated, and the byte counts of the tensors themselves."""
+    token_pages = pages.num_tokens // geometry.page_size - 1
+    snapshots = slots.num_slots - 1 - SLOTS_PER_REQUEST * max_running_requests
+    total = pages.nbytes + slots.nbytes + tails.nbytes
+    return (
+        f"DeepSeek-V4 slot cache: {token_pages} pages of {geometry.page_size} tokens ({pages.nbytes} bytes, "
+        f"{float(geometry.token_alloc_bytes):.2f} a token), {slots.num_slots - 1} slots ({slots.nbytes} bytes, "
+        f"{geometry.slot_bytes} each), of them {max(snapshots, 0)} snapshots beyond {max_running_requests} running "
+        f"requests, {tails.num_rows - 1} request rows ({tails.nbytes} bytes of tails), {total} bytes in all; "
+        f"rows {geometry.main.name}, indexer keys {geometry.index.name}"
+    )
+
+
+def choose_slots(geometry: Geometry, available_bytes: int) -> None:
+    """Set SGLang's number of state slots where the user left it open."""
+    from sglang.srt.runtime_context import get_context, get_memory, get_schedule
+
+    schedule = get_schedule()
+    if schedule.max_mamba_cache_size is not None or get_memory().disable_radix_cache:
+        return
+    plan = plan_slots(geometry, available_bytes, schedule.max_running_requests)
+    get_context().override("sglang_dsv4.slots", max_mamba_cache_size=plan.slots)

@@ -1,0 +1,249 @@
+"""Every place where SGLang's code is wrapped, with the signature that the wrapper was written for.
+
+All wrappers act on our own config class only and hand everything else to SGLang unchanged. SGLang logs a hook
+that fails to apply and goes on, so targets are checked by signature before registration, and the backend refuses
+to exist over pools that are not ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A wrapped target.
+
+    target    dotted path
+    expected  parameter names of the target in SGLang 0.5.23, `self` included
+    wrapper   called with the original first (AROUND)
+    purpose   what breaks without it
+    """
+
+    target: str
+    expected: tuple[str, ...]
+    wrapper: Callable[..., Any]
+    purpose: str
+
+    def problem(self) -> str | None:
+        """One line if the target is missing or has another signature, else None."""
+        try:
+            found = pkgutil.resolve_name(self.target)
+        except (ImportError, AttributeError) as error:
+            return f"{self.target} is missing ({error}): {self.purpose}; install the tested SGLang version"
+        names = tuple(inspect.signature(inspect.unwrap(found)).parameters)
+        if names not in (self.expected, ("args", "kwargs")):
+            return (
+                f"{self.target} takes ({', '.join(names)}) instead of ({', '.join(self.expected)}): {self.purpose}; "
+                f"install the tested SGLang version"
+            )
+        return None
+
+
+def _build_request_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    from sglang_dsv4.config import is_ours
+
+    if not is_ours(self.model_config):
+        return original(self, **kwargs)
+    import sglang.srt.mem_cache.kv_cache_configurator as module
+
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool, building
+
+    saved = module.HybridReqToTokenPool
+    module.HybridReqToTokenPool = SlotReqToTokenPool
+    try:
+        with building(self.model_config.hf_config.geometry(self.page_size)):
+            return original(self, **kwargs)
+    finally:
+        module.HybridReqToTokenPool = saved
+
+
+def _build_page_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    from sglang_dsv4.config import is_ours
+
+    if not is_ours(self.model_config):
+        return original(self, **kwargs)
+    from sglang_dsv4.cache.pages import PagePool
+    from sglang_dsv4.cache.sizing import describe
+
+    requests = kwargs["req_to_token_pool"]
+    sizes = kwargs["sizes"]
+    geometry = self.model_config.hf_config.geometry(self.page_size)
+    pool = PagePool(geometry, sizes.max_total_num_tokens, self.device)
+    line = describe(geometry, pool.store, requests.mamba_pool.store, requests.tails, sizes.max_running_requests)
+    logger.info(line)
+    return pool
+
+
+def _pool_configurator(original: Callable[..., Any], kvc: Any) -> Any:
+    from sglang_dsv4.config import is_ours
+
+    if not is_ours(kvc.model_config):
+        return original(kvc)
+    from sglang.srt.runtime_context import get_schedule
+
+    from sglang_dsv4.cache.sizing import SlotPoolConfigurator
+
+    rows = (get_schedule().max_running_requests or 0) + 1
+    return SlotPoolConfigurator(kvc.model_config.hf_config.geometry(kvc.page_size), rows)
+
+
+def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: float) -> float:
+    from sglang_dsv4.config import is_ours
+
+    if is_ours(self.model_config):
+        from sglang_dsv4.cache.sizing import choose_slots
+
+        choose_slots(self.model_config.hf_config.geometry(self.page_size), int(total_rest_memory * (1 << 30)))
+    return original(self, total_rest_memory)
+
+
+def _max_requests(original: Callable[..., Any], self: Any, token_capacity: int) -> int:
+    from sglang_dsv4.config import is_ours
+
+    if is_ours(self.model_config):
+        from sglang.srt.runtime_context import get_schedule
+
+        from sglang_dsv4.refusals import check_pool_size
+
+        check_pool_size(
+            page=self.page_size,
+            pool_tokens=token_capacity,
+            state_slots=get_schedule().max_mamba_cache_size,
+            slots_per_request=self._calculate_mamba_ratio(),
+            geometry=self.model_config.hf_config.geometry(self.page_size),
+        )
+    return original(self, token_capacity)
+
+
+def _attention_backend(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
+    from sglang_dsv4.config import is_ours
+
+    if not is_ours(runner.model_config):
+        return original(runner, full_attn_backend)
+    # Ours serves every layer; SGLang would wrap it with a backend for linear attention layers.
+    return full_attn_backend
+
+
+def _post_capture_sizing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from sglang_dsv4.refusals import BACKEND
+
+    if args and getattr(args[0], "model_config_parser", None) == BACKEND:
+        return False
+    return original(*args, **kwargs)
+
+
+def _plan_snapshots(original: Callable[..., Any], self: Any, req: Any) -> Any:
+    from sglang_dsv4.config import is_ours
+
+    if not is_ours(self.model_config):
+        return original(self, req)
+    from sglang_dsv4.cache.publish import plan_snapshots
+
+    return plan_snapshots(self, req)
+
+
+def _prepare_for_extend(original: Callable[..., Any], self: Any) -> None:
+    from sglang_dsv4.config import is_ours
+
+    original(self)
+    if is_ours(self.model_config):
+        from sglang_dsv4.cache.publish import attach_interior_snapshots
+
+        attach_interior_snapshots(self)
+
+
+def _checkpoint(original: Callable[..., Any], self: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    if isinstance(self.req_to_token_pool, SlotReqToTokenPool):
+        from sglang_dsv4.cache.publish import publish_interior_snapshots
+
+        publish_interior_snapshots(original, self, req, up_to=up_to, **kwargs)
+    original(self, req, up_to=up_to, **kwargs)
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        f"{_CONFIGURATOR}._build_hybrid_req_pool",
+        ("self", "max_num_reqs", "extra_max_context_len"),
+        _build_request_pool,
+        "requests get no slots",
+    ),
+    Hook(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool",
+        ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
+        _build_page_pool,
+        "there are no pages for compressed entries",
+    ),
+    Hook(
+        f"{_CONFIGURATOR}._handle_max_mamba_cache",
+        ("self", "total_rest_memory"),
+        _state_memory,
+        "slots and snapshots are not sized",
+    ),
+    Hook(
+        f"{_CONFIGURATOR}.resolve_max_num_reqs",
+        ("self", "token_capacity"),
+        _max_requests,
+        "a pool too small for one request is not noticed",
+    ),
+    Hook(
+        "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator",
+        ("kvc",),
+        _pool_configurator,
+        "pages are not sized",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        ("runner", "full_attn_backend"),
+        _attention_backend,
+        "the backend would be wrapped for linear attention",
+    ),
+    Hook(
+        "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
+        ("server_args",),
+        _post_capture_sizing,
+        "pages would be resized as if they were plain keys and values",
+    ),
+    Hook(
+        f"{_BATCH}._mamba_radix_cache_v2_req_prepare_for_extend",
+        ("self", "req"),
+        _plan_snapshots,
+        "snapshots stand where repeats cannot use them",
+    ),
+    Hook(
+        f"{_BATCH}.prepare_for_extend",
+        ("self",),
+        _prepare_for_extend,
+        "a request keeps one snapshot of its prompt only",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
+        ("self", "req", "up_to", "kwargs"),
+        _checkpoint,
+        "a request keeps one snapshot of its prompt only",
+    ),
+)
+
+
+def problems() -> list[str]:
+    """One line per hook whose target does not match what it was written for."""
+    return [line for hook in HOOKS if (line := hook.problem()) is not None]
+
+
+def register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.wrapper, HookType.AROUND)

@@ -1,0 +1,57 @@
+"""Which implementation serves which device: the one place that decides.
+
+`operations(device)` is resolved once by the attention backend; nothing is chosen per call. The environment
+variable SGLANG_DSV4_REFERENCE=1 forces the torch reference on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from sglang_dsv4.ops.append_window import append_window
+from sglang_dsv4.ops.copy_state import copy_state
+from sglang_dsv4.ops.flush import flush_csa, flush_hca
+from sglang_dsv4.ops.gather import gather
+from sglang_dsv4.ops.index_scores import index_scores
+from sglang_dsv4.ops.index_topk import index_topk
+from sglang_dsv4.ops.sparse_attention import sparse_attention
+from sglang_dsv4.ops.sparse_prefill import sparse_prefill
+
+REFERENCE_SWITCH = "SGLANG_DSV4_REFERENCE"
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The operations bound to one device; signatures are those of the modules of the same name."""
+
+    append_window: Callable[..., Any] = append_window
+    flush_csa: Callable[..., Any] = flush_csa
+    flush_hca: Callable[..., Any] = flush_hca
+    index_scores: Callable[..., Any] = index_scores
+    index_topk: Callable[..., Any] = index_topk
+    gather: Callable[..., Any] = gather
+    sparse_prefill: Callable[..., Any] = sparse_prefill
+    sparse_attention: Callable[..., Any] = sparse_attention
+    copy_state: Callable[..., Any] = copy_state
+
+    def describe(self) -> dict[str, str]:
+        """Operation name to the dotted name of what implements it."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: f"{fn.__module__}.{fn.__qualname__}" for name, fn in chosen.items()}
+
+
+def reference_forced() -> bool:
+    return os.environ.get(REFERENCE_SWITCH, "") not in ("", "0")
+
+
+@functools.cache
+def operations(device_type: str) -> Operations:
+    """The operations for a torch device type ("cpu", "cuda")."""
+    torch.device(device_type)
+    return Operations()
