@@ -1,22 +1,23 @@
 """Row codecs: how a window token, an entry or an indexer key becomes the bytes of a row, and back.
 
-Every codec maps float channels to `(data, scale)` uint8 rows of a `RowLayout` and reads them back as float32:
+Every codec maps float channels to `(data, scale)` uint8 rows of a `RowLayout` and reads them as float32:
 
-========  =======================================  ============================================================
-layout    data bytes                               scale bytes
-========  =======================================  ============================================================
-MAIN_FP8  448 e4m3, then 64 bf16 (little endian)   7 ue8m0, one per 64 of the first 448 channels, then one 0
-INDEX_FP4 64: channel 2k low nibble, 2k + 1 high   4 ue8m0, one per 32 channels
-INDEX_FP8 128 e4m3                                 1 float32 (little endian)
-*_FP32    float32 (little endian)                  none
-========  =======================================  ============================================================
+=========  =====================================  =====================================================
+layout     data bytes                             scale bytes
+=========  =====================================  =====================================================
+MAIN_FP8   448 e4m3, then 64 bf16                 7 ue8m0 (one per 64 of the first 448 channels), one 0
+INDEX_FP4  channel 2k in the low, 2k + 1 in the   4 ue8m0 (one per 32 channels)
+           high nibble of byte k
+INDEX_FP8  128 e4m3                               one float32
+*_FP32     float32                                none
+=========  =====================================  =====================================================
 
-The FP8 main row and the MXFP4 key are the formats the model was trained with: their round trip is part of its
-forward pass.  The float32 rows exist for exact comparisons.
+Multi-byte values are little endian.  The FP8 main row and the MXFP4 key are what the model was trained with:
+their round trip is part of its forward pass.  The float32 rows exist for exact comparisons.
 
-Nothing here waits for the device: no `.item()`, no boolean selection, no tensor built from host values.  All
-functions may be captured in a CUDA graph.  Non-finite input is not looked for in `encode` (that would need the
-host); `check_finite` does it where the host may wait.
+Nothing here waits for the device (no `.item()`, no boolean selection, no tensor built from host values), so
+all of it but `check_finite` may be captured in a CUDA graph.  That is also why `encode` does not look for NaN
+or infinity: the row it makes of them is unspecified, and `check_finite` refuses them where the host may wait.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ UE8M0_BIAS = 127
 
 
 def check_finite(x: Tensor, what: str = "tensor") -> None:
-    """Raises ValueError when `x` holds a NaN or an infinity.  Waits for the device: host code and tests only."""
+    """Raises ValueError when `x` holds a NaN or an infinity.  Waits for the device."""
     bad = int((~torch.isfinite(x)).sum())
     if bad:
         raise ValueError(
@@ -62,7 +63,7 @@ def check_finite(x: Tensor, what: str = "tensor") -> None:
 
 
 def _reinterpret(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """View of the bytes [..., n * itemsize] as [..., n] of `dtype`; copies only when the bytes are not aligned."""
+    """The bytes [..., n * itemsize] as [..., n] of `dtype`; a view unless they are strided or misaligned."""
     data = data.contiguous()
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
@@ -78,7 +79,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """float [...] to e4m3 codes, uint8 [...]: clamped to +-448, round to nearest even, -0 kept, NaN stays NaN."""
+    """float [...] to e4m3 codes, uint8 [...]: clamped to +-448, ties to even, -0 and NaN kept."""
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -95,22 +96,25 @@ def ue8m0_decode(codes: Tensor) -> Tensor:
 
 
 def _ue8m0_ceil(amax: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """ue8m0 code, int32, of the smallest power of two >= amax / limit, limit = 2**exponent * (1 + mantissa / 2**23).
+    """ue8m0 code, int32, of the smallest power of two >= amax / limit.
 
-    `amax` is a normal positive float32.  Comparing mantissas decides the ceiling exactly and needs no division.
+    `limit` is 2**exponent * (1 + mantissa / 2**23) and `amax` a normal positive float32.  Comparing mantissas
+    decides the ceiling exactly; a rounded division, or product with 1 / limit, gives the same code for both
+    limits in use.
     """
     bits = amax.view(torch.int32)
     return (bits >> 23) - exponent + ((bits & 0x7FFFFF) > mantissa).int()
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """float32 [...] to e2m1 codes, uint8 [...] in 0..15: nearest of {0, .5, 1, 1.5, 2, 3, 4, 6}, even code at a tie.
+    """float32 [...] to e2m1 codes, uint8 [...] in 0..15: the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6.
 
-    Larger magnitudes saturate at 6; bit 3 is the sign, kept for -0 and for negatives that round to zero.
+    A tie goes to the even code, larger magnitudes saturate at 6.  Bit 3 is the sign, kept for -0 and for
+    negatives that round to zero.  NaN gives a zero code.
     """
     a = x.abs()
     code = (a > 0.25).to(torch.uint8)
-    # Strict where the lower neighbour's code is even, so a tie stays there; inclusive where the upper one's is.
+    # Strict where the lower neighbour's code is even (a tie stays below), inclusive where the upper one's is.
     for above in (a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0):
         code += above.to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
@@ -129,13 +133,13 @@ def e2m1_decode(codes: Tensor) -> Tensor:
 def hadamard(x: Tensor) -> Tensor:
     """Orthonormal Hadamard transform of the last dimension, float [..., 2**k] to float32 [..., 2**k].
 
-    Sylvester order: out[i] = sum_j (-1)**popcount(i & j) x[j] / sqrt(n).  The float32 result is fixed to the bit:
-    butterflies with stride 1, 2, 4, ... n/2 in that order, each `(a, b) -> (a + b, a - b)` with the lower channel
-    as a, then one multiplication by float32(1 / sqrt(n)).
+    Sylvester order: out[i] = sum_j (-1)**popcount(i & j) x[j] / sqrt(n).  The float32 result is fixed to the
+    bit: butterflies with stride 1, 2, 4, ... n/2 in that order, each `(a, b) -> (a + b, a - b)` with a the
+    lower channel, then one multiplication by float32(1 / sqrt(n)).  Raises ValueError for other lengths.
     """
     n = x.shape[-1]
     if n & (n - 1) or n == 0:
-        raise ValueError(f"hadamard of {n} channels: the transform needs a power of two; pass {INDEX_DIM} channels")
+        raise ValueError(f"hadamard of {n} channels: it needs a power of two; pass {INDEX_DIM} channels")
     y = x.float()
     stride = 1
     while stride < n:
@@ -193,8 +197,8 @@ class RowCodec(ABC):
         data_rows, scale_rows = self.rows_of(pool)
         rows = rows.long()
         valid = rows >= 0
-        # A masked element repeats the first valid one, so that equal bytes meet on one row and no write races with
-        # another.  With no valid element they all put row 0's own bytes back.
+        # A masked element repeats the first valid one: equal bytes meet on one row, so the order of writes
+        # cannot matter.  With no valid element they all put row 0's own bytes back.
         first = valid.int().argmax(dim=0, keepdim=True)
         target = torch.where(valid, rows, rows.index_select(0, first).clamp(min=0))
         group, index = target // GROUP_ROWS, target % GROUP_ROWS
@@ -282,20 +286,22 @@ class IndexFp8Codec(RowCodec):
 
 
 def main_codec(layout: RowLayout) -> RowCodec:
-    """Codec of window tokens and entries (512 channels).  Raises ValueError for a layout that is not a main one."""
+    """Codec of window tokens and entries (512 channels).  Raises ValueError for any other layout."""
     if layout == MAIN_FP8:
         return MainFp8Codec(layout, HEAD_DIM)
     if layout == MAIN_FP32:
         return Fp32Codec(layout, HEAD_DIM)
-    raise ValueError(f"no main row codec for {layout}: rows are stored as fp8 or fp32; use MAIN_FP8 or MAIN_FP32")
+    raise ValueError(f"no main row codec for {layout}: only two formats exist; use MAIN_FP8 or MAIN_FP32")
 
 
 def index_codec(layout: RowLayout) -> RowCodec:
-    """Codec of indexer keys (128 channels).  Raises ValueError for a layout that is not an indexer one."""
+    """Codec of indexer keys (128 channels).  Raises ValueError for any other layout."""
     if layout == INDEX_FP4:
         return IndexFp4Codec(layout, INDEX_DIM)
     if layout == INDEX_FP8:
         return IndexFp8Codec(layout, INDEX_DIM)
     if layout == INDEX_FP32:
         return Fp32Codec(layout, INDEX_DIM)
-    raise ValueError(f"no indexer key codec for {layout}: use INDEX_FP4, INDEX_FP8 or INDEX_FP32")
+    raise ValueError(
+        f"no indexer key codec for {layout}: only three formats exist; use INDEX_FP4, INDEX_FP8 or INDEX_FP32"
+    )

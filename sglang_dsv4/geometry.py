@@ -3,7 +3,7 @@
 Every size in the project derives from this module.  Quantities come in two flavours:
 
 * *spec* bytes count the rows alone (584 B a main row, 68 or 132 B an indexer key);
-* *allocated* bytes count what the pools occupy, because rows are stored in groups of 64 whose stride is padded.
+* *allocated* bytes count what the pools occupy: rows are stored in groups of 64 whose stride is padded.
 
 A row group in memory (`GROUP_ROWS` rows, one stride)::
 
@@ -11,14 +11,14 @@ A row group in memory (`GROUP_ROWS` rows, one stride)::
     | data row 0 .. data row 63 | scale row 0 .. scale row 63 | padding                    |
 
 FlashMLA reads 64-row pages of exactly this shape, so its stride rule (round up to 576) is a hard requirement.
-Groups are independent of radix pages: an entry's row is `token location // ratio`, so a page that produces two
-HCA entries owns two rows and wastes nothing.
+Groups are independent of radix pages: an entry's row is `token location // ratio`, so a page that produces
+two HCA entries owns two rows and wastes nothing.
 
 A layer's pools, one buffer per layer (layer-major)::
 
     window   uint8   [2 * num_slots, group_bytes]     row = slot * 128 + position % 128
-    entries  uint8   [entry_groups, group_bytes]      row = token location // ratio            (ratio 4 and 128)
-    keys     uint8   [entry_groups, group_bytes]      row = token location // 4                (ratio 4)
+    entries  uint8   [entry_groups, group_bytes]      row = token location // ratio     (ratio 4 and 128)
+    keys     uint8   [entry_groups, group_bytes]      row = token location // 4         (ratio 4)
     overlap  float32 [num_slots, 4, 2, 640]           position % 4 | C, Z | main 512, indexer 128   (ratio 4)
     csa tail float32 [req_rows, 4, 2, 2, 640]         position % 4 | overlap, normal half | C, Z | channels
     hca tail float32 [req_rows, 128, 2, 512]          position % 128 | C, Z | channels
@@ -67,8 +67,8 @@ class LayerKind(Enum):
 class RowLayout:
     """Bytes of one stored row and of a group of `GROUP_ROWS` rows.
 
-    `data_bytes` and `scale_bytes` are per row, `group_bytes` is the stride between groups and `align` what that
-    stride is rounded up to.  Raises ValueError when they disagree.
+    `data_bytes` and `scale_bytes` are per row, `group_bytes` is the stride between groups and `align` what
+    that stride is rounded up to.  Raises ValueError when they disagree.
     """
 
     name: str
@@ -80,8 +80,9 @@ class RowLayout:
     def __post_init__(self) -> None:
         if self.group_bytes != self.padded_bytes(GROUP_ROWS):
             raise ValueError(
-                f"row layout {self.name}: group_bytes is {self.group_bytes}, but {GROUP_ROWS} rows of {self.row_bytes} B "
-                f"aligned to {self.align} B take {self.padded_bytes(GROUP_ROWS)}; correct the layout"
+                f"row layout {self.name}: group_bytes is {self.group_bytes}, but {GROUP_ROWS} rows of "
+                f"{self.row_bytes} B aligned to {self.align} B take {self.padded_bytes(GROUP_ROWS)}; "
+                f"correct the layout"
             )
 
     @property
@@ -161,13 +162,13 @@ def _backbone_ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
             raise _refuse_v41(f"compress_ratios[{layer}] is {ratio}")
         if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio not in (0, CSA_RATIO, HCA_RATIO):
             raise ValueError(
-                f"compress_ratios[{layer}] is {ratio!r}: a DeepSeek-V4 layer has ratio 0, {CSA_RATIO} or {HCA_RATIO}; "
-                f"correct the list from the released config.json"
+                f"compress_ratios[{layer}] is {ratio!r}: a DeepSeek-V4 layer has ratio 0, {CSA_RATIO} or "
+                f"{HCA_RATIO}; correct the list from the released config.json"
             )
     if len(ratios) < layers:
         raise ValueError(
-            f"compress_ratios has {len(ratios)} entries for num_hidden_layers={layers}: every layer needs its own; "
-            f"complete the list from the released config.json"
+            f"compress_ratios has {len(ratios)} entries, num_hidden_layers is {layers}: each layer needs a "
+            f"ratio; complete the list from the released config.json"
         )
     return tuple(ratios[:layers])
 
@@ -201,8 +202,8 @@ class Geometry:
         _require(config, "index_head_dim", INDEX_DIM, "channels")
         if page_size not in PAGE_SIZES:
             raise ValueError(
-                f"page_size is {page_size!r}: a page must hold whole {HCA_RATIO}-token compression blocks and fit the "
-                f"kernels' page tables; use --page-size 128 or --page-size 256"
+                f"page_size is {page_size!r}: a page holds one or two whole compression blocks of "
+                f"{HCA_RATIO} tokens; use --page-size 128 or --page-size 256"
             )
         for flag, value, known in (("store", store, MAIN_LAYOUTS), ("indexer", indexer, INDEX_LAYOUTS)):
             if value not in known:
