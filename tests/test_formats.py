@@ -1,4 +1,4 @@
-"""Row codecs against decoders written here from the bit definitions; pools against explicit byte offsets."""
+"""Row codecs and number formats against decoders written from the bit definitions."""
 
 from __future__ import annotations
 
@@ -8,90 +8,29 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from formats_by_hand import (
+    CODECS,
+    E2M1_VALUES,
+    IDS,
+    KEY4,
+    KEY8,
+    KEY_EXACT,
+    MAIN,
+    MAIN_EXACT,
+    bits_of_e2m1,
+    bits_of_e4m3,
+    decode_fp4_by_hand,
+    decode_fp8_key_by_hand,
+    decode_main_by_hand,
+    nearest_even,
+    random_rows,
+    raw,
+    same_bits,
+)
 
 from sglang_dsv4 import formats
 from sglang_dsv4.formats import check_finite, e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, hadamard
-from sglang_dsv4.geometry import INDEX_FP4, INDEX_FP8, INDEX_FP32, MAIN_FP8, MAIN_FP32
-
-MAIN = formats.main_codec(MAIN_FP8)
-MAIN_EXACT = formats.main_codec(MAIN_FP32)
-KEY4 = formats.index_codec(INDEX_FP4)
-KEY8 = formats.index_codec(INDEX_FP8)
-KEY_EXACT = formats.index_codec(INDEX_FP32)
-CODECS = [MAIN, MAIN_EXACT, KEY4, KEY8, KEY_EXACT]
-IDS = ["main-fp8", "main-fp32", "key-fp4", "key-fp8", "key-fp32"]
-
-E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
-
-def bits_of_e4m3(code: int) -> float:
-    """Sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity, only S.1111.111 is NaN."""
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = code >> 3 & 0xF, code & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    if exponent == 0:
-        return sign * mantissa / 8 * 2.0**-6
-    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-
-
-def bits_of_e2m1(code: int) -> float:
-    """Sign, 2 exponent bits (bias 1), 1 mantissa bit."""
-    sign = -1.0 if code & 8 else 1.0
-    exponent, mantissa = code >> 1 & 3, code & 1
-    return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
-
-
-def nearest_even(x: float, values: list[float], sign_bit: int) -> int:
-    """Code of the value nearest to x: its index in the ascending `values`, even at a tie, and the sign."""
-    best = min(range(len(values)), key=lambda i: (abs(values[i] - abs(x)), i % 2))
-    return best | (sign_bit if math.copysign(1.0, x) < 0 else 0)
-
-
-def raw(x: torch.Tensor) -> bytes:
-    return x.contiguous().numpy().tobytes()
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def decode_main_by_hand(data: bytes, scale: bytes) -> list[float]:
-    """512 channels of a 576 B data row and its 8 B scale row."""
-    nope = [bits_of_e4m3(data[c]) * 2.0 ** (scale[c // 64] - 127) for c in range(448)]
-    rope = [struct.unpack("<f", b"\0\0" + data[448 + 2 * k : 450 + 2 * k])[0] for k in range(64)]
-    return nope + rope
-
-
-def decode_fp4_by_hand(data: bytes, scale: bytes) -> list[float]:
-    """128 channels of a 64 B data row and its 4 B scale row."""
-    codes = [data[c // 2] >> 4 if c % 2 else data[c // 2] & 0xF for c in range(128)]
-    return [bits_of_e2m1(code) * 2.0 ** (scale[c // 32] - 127) for c, code in enumerate(codes)]
-
-
-def decode_fp8_key_by_hand(data: bytes, scale: bytes) -> list[float]:
-    factor = torch.tensor(struct.unpack("<f", scale)[0])
-    return [float(torch.tensor(bits_of_e4m3(code)) * factor) for code in data]
-
-
-def decode_by_hand(codec: formats.RowCodec, data: bytes, scale: bytes) -> list[float]:
-    if codec is MAIN:
-        return decode_main_by_hand(data, scale)
-    if codec is KEY4:
-        return decode_fp4_by_hand(data, scale)
-    if codec is KEY8:
-        return decode_fp8_key_by_hand(data, scale)
-    return list(struct.unpack(f"<{codec.width}f", data))
-
-
-def random_rows(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Gaussian channels with outliers and rows of very different size."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=g)
-    x *= torch.where(torch.rand(*shape, generator=g) < 0.02, 40.0, 1.0)
-    return x * torch.exp2(torch.randint(-20, 21, (*shape[:-1], 1), generator=g))
-
+from sglang_dsv4.geometry import INDEX_FP8, MAIN_FP8
 
 # e4m3
 
@@ -462,187 +401,6 @@ def test_layouts_of_the_other_pool_are_refused():
         formats.main_codec(INDEX_FP8)
     with pytest.raises(ValueError, match="INDEX_FP4"):
         formats.index_codec(MAIN_FP8)
-
-
-# Pools
-
-
-def offsets_by_hand(codec: formats.RowCodec, row: int) -> tuple[int, int]:
-    """Byte offsets of a row's data and scales, from the stored numbers of the format."""
-    data, scale, stride = {
-        "main-fp8": (576, 8, 37440),
-        "main-fp32": (2048, 0, 131072),
-        "key-fp4": (64, 4, 4352),
-        "key-fp8": (128, 4, 8448),
-        "key-fp32": (512, 0, 32768),
-    }[IDS[CODECS.index(codec)]]
-    return row // 64 * stride + row % 64 * data, row // 64 * stride + 64 * data + row % 64 * scale
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_scatter_writes_its_rows_and_no_other_byte(codec):
-    layout = codec.layout
-    pool = torch.full((3, layout.group_bytes), 0xA5, dtype=torch.uint8)
-    expect = bytearray(raw(pool))
-    rows = [65, 0, 63, 191, 64, 100]
-    x = random_rows(len(rows), codec.width, seed=12)
-    codec.scatter(pool, torch.tensor(rows), x)
-    data, scale = codec.encode(x)
-    for i, row in enumerate(rows):
-        at_data, at_scale = offsets_by_hand(codec, row)
-        expect[at_data : at_data + layout.data_bytes] = raw(data[i])
-        expect[at_scale : at_scale + layout.scale_bytes] = raw(scale[i])
-    assert raw(pool) == bytes(expect)
-
-
-def test_row_65_of_a_main_pool_stands_at_its_documented_bytes():
-    pool = torch.zeros(2, 37440, dtype=torch.uint8)
-    x = torch.zeros(512)
-    x[0], x[64], x[448] = 448.0, -448.0 * 4, 1.0
-    MAIN.scatter(pool, torch.tensor([65]), x[None])
-    row = pool[1, 576:1152]
-    assert (row[0], row[64], row[448], row[449]) == (0x7E, 0xFE, 0x80, 0x3F)
-    assert pool[1, 64 * 576 + 8 : 64 * 576 + 16].tolist() == [127, 129, 105, 105, 105, 105, 105, 0]
-    assert int((pool != 0).sum()) == 4 + 7
-
-
-def test_row_65_of_an_fp4_pool_stands_at_its_documented_bytes():
-    pool = torch.zeros(2, 4352, dtype=torch.uint8)
-    x = torch.zeros(128)
-    x[127] = -6.0
-    KEY4.scatter(pool, torch.tensor([65]), x[None])
-    assert pool[1, 64 + 63] == 0xF0
-    assert pool[1, 64 * 64 + 4 : 64 * 64 + 8].tolist() == [1, 1, 1, 127]
-    assert int((pool != 0).sum()) == 1 + 4
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_pool_rows_decode_by_hand_and_by_gather(codec, dtype):
-    pool = torch.randint(
-        0, 256, (4, codec.layout.group_bytes), generator=torch.Generator().manual_seed(1)
-    ).byte()
-    rows = torch.tensor([200, 3, 64, 127, 128], dtype=dtype)
-    x = random_rows(5, codec.width, seed=13)
-    codec.scatter(pool, rows, x)
-    flat = raw(pool)
-    for i, row in enumerate(rows.tolist()):
-        at_data, at_scale = offsets_by_hand(codec, row)
-        data = flat[at_data : at_data + codec.layout.data_bytes]
-        scale = flat[at_scale : at_scale + codec.layout.scale_bytes]
-        assert same_bits(
-            codec.gather(pool, rows[i : i + 1])[0], torch.tensor(decode_by_hand(codec, data, scale))
-        )
-    assert same_bits(codec.gather(pool, rows), codec.round_trip(x))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-@pytest.mark.parametrize(
-    "rows",
-    [[-1, 5, -1, 70], [5, -1, 70, -1], [-1, -1, -1, 5], [0, -1, -1, 1], [-7, 0, -1, 70], [-1, -1, -1, -1]],
-    ids=str,
-)
-def test_masked_rows_leave_every_byte_as_it_was(codec, rows):
-    before = torch.randint(
-        0, 256, (2, codec.layout.group_bytes), generator=torch.Generator().manual_seed(2)
-    ).byte()
-    x = random_rows(len(rows), codec.width, seed=14)
-    masked = torch.tensor(rows)
-    x[masked < 0] = math.nan
-    only_valid, pool = before.clone(), before.clone()
-    for i, row in enumerate(rows):
-        if row >= 0:
-            codec.scatter(only_valid, torch.tensor([row]), x[i : i + 1])
-    codec.scatter(pool, masked, x)
-    assert torch.equal(pool, only_valid)
-    assert torch.equal(pool, before) == (max(rows) < 0)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_no_rows_is_no_work(codec):
-    pool = torch.full((1, codec.layout.group_bytes), 7, dtype=torch.uint8)
-    codec.scatter(pool, torch.empty(0, dtype=torch.int64), torch.empty(0, codec.width))
-    assert (pool == 7).all()
-    assert codec.gather(pool, torch.empty(3, 0, dtype=torch.int64)).shape == (3, 0, codec.width)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_gather_of_invalid_rows_is_zero_even_over_poison(codec):
-    pool = torch.full((2, codec.layout.group_bytes), 0xFF, dtype=torch.uint8)
-    assert codec.gather(pool, torch.tensor([0])).isnan().any()
-    x = random_rows(2, codec.width, seed=15)
-    codec.scatter(pool, torch.tensor([9, 70]), x)
-    got = codec.gather(pool, torch.tensor([[-1, 9], [70, -5]]))
-    assert got.shape == (2, 2, codec.width)
-    assert same_bits(got[0, 0], torch.zeros(codec.width)) and same_bits(got[1, 1], torch.zeros(codec.width))
-    assert same_bits(torch.stack((got[0, 1], got[1, 0])), codec.round_trip(x))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_pool_may_be_one_layer_of_a_larger_buffer(codec):
-    """A layer's pool is a view into a buffer of all layers, at an offset that suits no wider type."""
-    size = 2 * codec.layout.group_bytes
-    buffer = torch.full((size + 2,), 0x5A, dtype=torch.uint8)
-    pool = buffer[1:-1].view(2, codec.layout.group_bytes)
-    x = random_rows(2, codec.width, seed=16)
-    codec.scatter(pool, torch.tensor([1, 127]), x)
-    assert same_bits(codec.gather(pool, torch.tensor([1, 127])), codec.round_trip(x))
-    data, scale = codec.rows_of(pool)
-    assert same_bits(codec.decode(data[1, 63], scale[1, 63]), codec.round_trip(x[1]))
-    assert buffer[0] == buffer[-1] == 0x5A
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_row_past_the_pool_is_an_error(codec):
-    pool = torch.zeros(1, codec.layout.group_bytes, dtype=torch.uint8)
-    with pytest.raises(IndexError):
-        codec.gather(pool, torch.tensor([64]))
-    with pytest.raises(IndexError):
-        codec.scatter(pool, torch.tensor([64]), torch.zeros(1, codec.width))
-
-
-def test_pool_of_another_layout_is_refused():
-    for pool in (torch.zeros(1, 37376, dtype=torch.uint8), torch.zeros(1, 37440), torch.zeros(37440).byte()):
-        with pytest.raises(ValueError, match="37440"):
-            MAIN.gather(pool, torch.tensor([0]))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_no_operation_waits_for_the_device(codec):
-    """Fake tensors have no values: anything that reads one on the host, or shapes a result by it, raises."""
-    with FakeTensorMode():
-        pool = torch.empty(3, codec.layout.group_bytes, dtype=torch.uint8)
-        rows, x = torch.empty(6, dtype=torch.int64), torch.empty(6, codec.width)
-        codec.scatter(pool, rows, x)
-        assert codec.gather(pool, rows).shape == x.shape
-        assert codec.round_trip(x).shape == x.shape
-        hadamard(x)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_cuda_graph_replays_what_the_cpu_computes(codec):
-    layout, device = codec.layout, "cuda"
-    pool = torch.zeros(4, layout.group_bytes, dtype=torch.uint8, device=device)
-    rows, x = torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(8, codec.width, device=device)
-    codec.gather(pool, rows)
-    codec.scatter(pool, rows, x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        codec.scatter(pool, rows, x)
-        out = codec.gather(pool, rows)
-    reference = pool.cpu()
-    for seed in range(3):
-        g = torch.Generator().manual_seed(seed)
-        new_rows = torch.where(torch.rand(8, generator=g) < 0.4, -1, torch.randperm(256, generator=g)[:8])
-        new_x = random_rows(8, codec.width, seed=seed)
-        rows.copy_(new_rows)
-        x.copy_(new_x)
-        graph.replay()
-        codec.scatter(reference, new_rows, new_x)
-        assert torch.equal(pool.cpu(), reference)
-        assert same_bits(out.cpu(), codec.gather(reference, new_rows))
 
 
 # Hadamard
