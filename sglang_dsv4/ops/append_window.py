@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.formats import RowCodec
-from sglang_dsv4.geometry import WINDOW
+from sglang_dsv4.geometry import HEAD_DIM, MAIN_FP8, WINDOW
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.meta import StepMeta
 
 
@@ -41,3 +43,16 @@ def append_window(window: Tensor, kv: Tensor, meta: StepMeta, *, codec: RowCodec
     """
     for rows in append_window_rows(meta):
         codec.scatter(window, rows, kv)
+
+
+def append_window_cuda(window: Tensor, kv: Tensor, meta: StepMeta, *, codec: RowCodec) -> None:
+    """CUDA face of `append_window`: one launch, FP8 rows, `kv` bfloat16 or float32.
+
+    Raises ValueError for an argument that the kernel cannot take.
+    """
+    check = Check("append_window")
+    check.codec("codec", codec, (MAIN_FP8,))
+    fields = check.meta(meta)
+    check.pool("window", window, MAIN_FP8)
+    check.tensor("kv", kv, FLOATS, ("tokens", HEAD_DIM), strided=1, align=16)
+    jit.function("append_window", "append_window", check.cuda())(window, kv, *fields)
