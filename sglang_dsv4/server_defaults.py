@@ -2,9 +2,9 @@
 
 Two public SGLang registries are used, both before any weight is read:
 
-* a resolution step that runs first in the pipeline, where the record still holds what the user typed.  Refusals of
-  flags come out here, ahead of SGLang's own asserts about combinations that the user never asked for, and fields that
-  a model override may not touch (snapshot interval, request limit, prefill graphs) are declared here;
+* a resolution step that runs first in the pipeline, where the record still holds what the user typed. Flags
+  are refused here, ahead of SGLang's own asserts about combinations that the user never asked for, and fields
+  that a model override may not touch (snapshot interval, request limit, prefill graphs) are declared here;
 * the model override of our architecture, where the device and the checkpoint's config are known.
 
 Both apply to servers started with ``--model-config-parser dsv4_slot`` only.
@@ -13,7 +13,6 @@ Both apply to servers started with ``--model-config-parser dsv4_slot`` only.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,61 +24,68 @@ log = logging.getLogger(__name__)
 FIRST_STEP = "handle_deprecated_dp_attention"  # the first overridable step of SGLang's pipeline
 
 
-def _refusing(error: Refused) -> Refused:
-    # The launcher does not catch what resolution raises: without this the line would end a traceback.
-    sys.excepthook = refusals.excepthook(sys.excepthook)
-    return error
-
-
 def first_step(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Resolution step: refuses flags and declares the defaults, then runs SGLang's own step."""
     if server_args.model_config_parser == BACKEND:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
-        try:
-            decision = refusals.decide(server_args)
-        except Refused as error:
-            raise _refusing(error) from None
+        # The launcher does not catch what resolution raises: a refusal would be the end of a traceback.
+        refusals.install_excepthook()
+        decision = refusals.decide(server_args)
         for note in decision.notes:
             log.info("sglang-dsv4: %s", note)
         declare_resolution(server_args, "sglang_dsv4", **decision.overrides, **decision.declarations)
     previous(server_args)
 
 
-def _moe_runner(server_args: Any, cfg: Any) -> dict[str, str]:
-    """The in-tree model's own choice of MoE kernels, which SGLang makes for its architecture name only."""
-    if cfg.device != "cuda" or cfg.moe_runner_backend != "auto":
-        return {}
+def _cuda_defaults(server_args: Any, cfg: Any) -> dict[str, Any]:
+    """What SGLang decides for the in-tree model outside attention by its architecture name.
+
+    The MoE kernels, and on sm_120 the switches that keep in-tree layers off kernels that do not run there.
+    Raises Refused on ROCm.
+    """
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_platform
 
-    model, platform = model_config_of(server_args), get_platform()
+    platform = get_platform()
+    if platform.is_hip:
+        raise Refused(
+            "this is a ROCm device", "the kernels are CUDA only", "use an NVIDIA GPU or --device cpu"
+        )
+    if platform.is_sm120:
+        for switch, value in (
+            (envs.SGLANG_OPT_FP8_WO_A_GEMM, False),
+            (envs.SGLANG_OPT_USE_TILELANG_MHC_PRE, False),
+            (envs.SGLANG_OPT_FUSE_MHC_POST_PRE, True),
+            (envs.SGLANG_OPT_DEEPGEMM_HC_PRENORM, False),
+        ):
+            if not switch.is_set():
+                switch.set(value)
+    if cfg.moe_runner_backend != "auto":
+        return {}
+    model = model_config_of(server_args)
     if model.nvfp4_moe_meta is not None:
         return {"moe_runner_backend": "flashinfer_trtllm_routed"}
-    if (
-        model.is_fp4_experts
-        and not envs.SGLANG_DSV4_FP4_DEQUANT.get()
-        and (platform.is_sm90 or platform.is_sm100 or platform.is_sm120)
-    ):
+    packed = model.is_fp4_experts and not envs.SGLANG_DSV4_FP4_DEQUANT.get()
+    if packed and (platform.is_sm90 or platform.is_sm100 or platform.is_sm120):
         return {"moe_runner_backend": "flashinfer_mxfp4"}
     return {}
 
 
 def server_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
-    """Model override for our architecture: judges the checkpoint and returns the fields SGLang lets a model set.
+    """Model override for our architecture: judges the checkpoint, returns the fields SGLang lets a model set.
 
-    Raises Refused for flags (again: the first step may not have run) and for a checkpoint the pools cannot hold.
+    Raises Refused for flags (again: the device is known now) and for a checkpoint that the pools cannot hold.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
     cfg = resolving_view(server_args)
-    try:
-        decision = refusals.decide(server_args, device=cfg.device)
-        refusals.geometry_of(server_args, hf_config)
-    except Refused as error:
-        raise _refusing(error) from None
-    return {**decision.overrides, **_moe_runner(server_args, cfg)}
+    decision = refusals.decide(server_args, device=cfg.device)
+    refusals.geometry_of(server_args, hf_config)
+    if cfg.device == "cuda":
+        return {**decision.overrides, **_cuda_defaults(server_args, cfg)}
+    return decision.overrides
 
 
 def register() -> None:
