@@ -1,4 +1,4 @@
-"""The flags and environment switches of SGLang that this plugin refuses, as tables; `refusals.py` applies them.
+"""The flags and environment switches of SGLang that are refused, as tables; `refusals.py` applies them.
 
 A field that is in no table is SGLang's own business: it neither reaches the pools nor changes what they hold.
 """

@@ -28,7 +28,7 @@ INDEXER = "SGLANG_DSV4_INDEXER"
 
 DEFAULT_PAGE = 128  # tokens
 DEFAULT_RUNNING = 256  # requests; the in-tree model's default
-ONE_REQUEST_PAGES = 3  # the smallest page pool; see check_pool_size
+ONE_REQUEST_PAGES = 3  # see check_pool_tokens
 TRACK_INTERVAL_UNSET = 256  # SGLang's own default; the record does not say whether the user typed it
 
 
@@ -258,6 +258,33 @@ def refuse_checkpoint(raw: Mapping[str, Any]) -> None:
     geometry_of(None, raw, env={})
 
 
+def check_weights(hf_config: Any, device: str) -> None:
+    """Refuses quantised weights on a CPU, whose model reads float32 and bfloat16 only."""
+    quantisation = getattr(hf_config, "quantization_config", None)
+    if quantisation and device.startswith("cpu"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
+        raise Refused(
+            f"the checkpoint's weights are quantised ({method})",
+            "on a CPU the model reads float32 and bfloat16 weights only",
+            "serve it on a GPU, or a checkpoint without quantization_config",
+        )
+
+
+def check_pool_tokens(pool_tokens: int, page: int, also: str = "") -> None:
+    """Refuses a page pool that cannot serve a single request.
+
+    A prompt of one page needs three pages: its own, the one its answer starts, and one that SGLang holds back
+    at admission; with less the request would wait for ever.
+    """
+    tokens = ONE_REQUEST_PAGES * page
+    if pool_tokens < tokens:
+        raise Refused(
+            f"the page pool has room for {max(pool_tokens, 0)} tokens",
+            f"one request needs {tokens} tokens ({ONE_REQUEST_PAGES} pages){also}",
+            f"raise --max-total-tokens to {tokens} or more, or --mem-fraction-static",
+        )
+
+
 def check_pool_size(
     *,
     page: int,
@@ -266,32 +293,24 @@ def check_pool_size(
     slots_per_request: int,
     geometry: Geometry | None = None,
 ) -> None:
-    """Refuses pools that cannot serve a single request.
+    """Refuses pools that cannot serve a single request, once their sizes are known.
 
     page               tokens
     pool_tokens        tokens of the page pool
     state_slots        slots that requests can be given, the dummy slot 0 not counted
     slots_per_request  SGLang's ratio: 5 with overlap scheduling, 4 without, 1 without radix cache
-
-    A prompt of one page needs `ONE_REQUEST_PAGES` pages: its own, the one its answer starts, and one that SGLang
-    holds back at admission; with less the request would wait for ever.
+    geometry           adds the bytes to the message
     """
-    tokens = ONE_REQUEST_PAGES * page
     size = ""
     if geometry is not None:
-        pages, slots = geometry.page_pool_bytes(tokens), geometry.slot_pool_bytes(slots_per_request)
-        size = f" ({pages} B of pages, {slots} B of slots)"
-    if pool_tokens < tokens:
-        raise Refused(
-            f"the page pool has room for {max(pool_tokens, 0)} tokens",
-            f"one request needs {tokens} tokens ({ONE_REQUEST_PAGES} pages) and {slots_per_request} slots{size}",
-            f"raise --max-total-tokens (at least {tokens}) or --mem-fraction-static, or lower --max-running-requests",
-        )
+        pages = geometry.page_pool_bytes(ONE_REQUEST_PAGES * page)
+        size = f": {pages} B of pages and {geometry.slot_pool_bytes(slots_per_request)} B of slots"
+    check_pool_tokens(pool_tokens, page, f" and {slots_per_request} slots{size}")
     if state_slots < slots_per_request:
         raise Refused(
             f"the slot pool has {max(state_slots, 0)} slots",
-            f"one request needs {slots_per_request} slots and {tokens} tokens{size}",
-            f"raise --mem-fraction-static, or --max-mamba-cache-size to at least {slots_per_request}",
+            f"one request needs {slots_per_request} slots and {ONE_REQUEST_PAGES} pages{size}",
+            f"raise --max-mamba-cache-size to {slots_per_request} or more, or raise --mem-fraction-static",
         )
 
 
@@ -313,7 +332,7 @@ def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | Non
     check_chunk(_value(args, "chunked_prefill_size"), page)
     tokens = _value(args, "max_total_tokens")
     if tokens is not None:
-        check_pool_size(page=page, pool_tokens=tokens, state_slots=1, slots_per_request=1)
+        check_pool_tokens(tokens, page)
     interval = track_interval(args, page)
     rows, keys = store_format(args, env)
     overrides = {

@@ -83,9 +83,31 @@ def server_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
     cfg = resolving_view(server_args)
     decision = refusals.decide(server_args, device=cfg.device)
     refusals.geometry_of(server_args, hf_config)
+    refusals.check_weights(hf_config, cfg.device)
     if cfg.device == "cuda":
         return {**decision.overrides, **_cuda_defaults(server_args, cfg)}
     return decision.overrides
+
+
+def mark_fp4_experts(raw: dict[str, Any], model_path: str) -> None:
+    """Adds to a raw config.json the key by which SGLang knows MXFP4 experts in an FP8 checkpoint of any model.
+
+    SGLang looks into DeepSeek-V4 checkpoints for itself, but by architecture name; without the key packed
+    experts would be read as FP8. As in-tree, SGLANG_DSV4_FP4_EXPERTS decides where it is set or nothing can be
+    read.
+    """
+    quantisation = raw.get("quantization_config")
+    if not quantisation or quantisation.get("routed_experts_quant_method") is not None:
+        return
+    from sglang.srt.configs.deepseek_v4 import try_detect_fp4_experts
+    from sglang.srt.environ import envs
+
+    packed: bool = envs.SGLANG_DSV4_FP4_EXPERTS.get()
+    if not envs.SGLANG_DSV4_FP4_EXPERTS.is_set() or envs.SGLANG_DSV4_FP4_DEQUANT.is_set():
+        detected = try_detect_fp4_experts(model_path)
+        packed = packed if detected is None else detected
+    if packed:
+        quantisation["routed_experts_quant_method"] = "mxfp4"
 
 
 def register() -> None:
