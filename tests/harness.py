@@ -113,8 +113,8 @@ class Stage:
             token_to_req=ints(owner),
             positions=ints(positions, torch.int64),
             page_table=ints(table),
-            snapshot_slots=ints([[s for _, s in row] for row in due]).reshape(-1, width),
-            snapshot_lens=ints([[n for n, _ in row] for row in due]).reshape(-1, width),
+            snapshot_slots=ints([[s for _, s in row] for row in due]).reshape(len(due), width),
+            snapshot_lens=ints([[n for n, _ in row] for row in due]).reshape(len(due), width),
             page_size=page,
         )
         return Step(meta, self.cache, self.ops, decode, max(lens), prefix + pad, lens + pad)
