@@ -1,0 +1,44 @@
+"""What the command line prints: aligned tables and a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+_BAR = 30
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
+    """Columns as wide as their widest cell; the first `left` of them flush left, the others flush right."""
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        sized = enumerate(zip(row, widths, strict=True))
+        return "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in sized).rstrip()
+
+    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
+
+
+class Progress:
+    """A bar that redraws itself on a terminal and says every tenth part elsewhere."""
+
+    def __init__(self, total: int, label: str, out: TextIO | None = None) -> None:
+        self.total, self.label, self.done = total, label, 0
+        self._out = out or sys.stderr
+        self._live = self._out.isatty()
+        self._said = -1
+
+    def step(self, note: str = "") -> None:
+        self.done += 1
+        share = self.done / self.total
+        if self._live:
+            filled = int(share * _BAR)
+            bar = "#" * filled + "." * (_BAR - filled)
+            end = "\n" if self.done == self.total else ""
+            self._out.write(f"\r{self.label} [{bar}] {self.done}/{self.total} {note:<24.24}{end}")
+        elif int(share * 10) > self._said:
+            self._said = int(share * 10)
+            self._out.write(f"{self.label} {self.done}/{self.total} {note}\n")
+        self._out.flush()

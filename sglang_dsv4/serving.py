@@ -1,0 +1,395 @@
+"""A server to talk to: starting one, stopping it, and a small HTTP client.
+
+Used by `demo`, `serve`, `verify` and the tests. Standard library only: `verify` runs on a machine that has
+neither torch nor SGLang. Everything that can go wrong outside this process is a `ServerError` of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import string
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+PARSER = "dsv4_slot"
+READY_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 600.0
+_MIN_TOKEN_IDS = 16  # fewer distinct ids make prompts that look alike
+
+
+class ServerError(RuntimeError):
+    """The server or its address cannot do what was asked. One line: what, why, what to do."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a running server says about itself."""
+
+    model_path: str
+    page_size: int
+    device: str
+    version: str
+    max_prompt: int
+    radix_cache: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished greedy request.
+
+    logprobs[i] belongs to output_ids[i]; runner_up[i] is the second-best logprob at that position (empty
+    where the server was not asked). Times are seconds from sending: first_token_s to the first token's
+    arrival.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    runner_up: tuple[float, ...]
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Words:
+    """Deterministic token ids: equal keys give equal ids, on every machine and in every process."""
+
+    ids: tuple[int, ...]
+
+    def draw(self, key: str, count: int) -> list[int]:
+        rng = random.Random(key)
+        return [self.ids[rng.randrange(len(self.ids))] for _ in range(count)]
+
+
+class Client:
+    """Talks to one server. Safe to use from several threads: each call is its own connection."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = REQUEST_TIMEOUT_S) -> None:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"{url!r} is not a server's address: expected http://HOST:PORT")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self.timeout = timeout
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def info(self) -> ServerInfo:
+        """Raises ServerError where nothing answers or what answers is not SGLang."""
+        try:
+            raw = json.loads(self._send("/server_info", timeout=30))
+            return ServerInfo(
+                model_path=str(raw["model_path"]),
+                page_size=int(raw["page_size"]),
+                device=str(raw["device"]),
+                version=str(raw["version"]),
+                max_prompt=int(raw["max_req_input_len"]),
+                radix_cache=not raw["disable_radix_cache"],
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url} answers, but not as SGLang does (/server_info: {error!r}); "
+                "give the address of an SGLang server"
+            ) from None
+
+    def ready(self) -> bool:
+        """Whether the server has finished starting."""
+        try:
+            self._send("/health", timeout=5)
+        except ServerError:
+            return False
+        return True
+
+    def words(self, id_range: tuple[int, int] | None = None) -> Words:
+        """Ordinary token ids of the served model: from its own tokenizer, or [low, high) where given."""
+        if id_range is not None:
+            return Words(tuple(range(*id_range)))
+        letters = string.ascii_letters + string.digits
+        text = " ".join([*letters, letters, "the quick brown fox jumps over the lazy dog while it rains"])
+        body = {"prompt": text, "add_special_tokens": False}
+        try:
+            ids = sorted(set(json.loads(self._send("/tokenize", body))["tokens"]))
+        except (ServerError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ServerError(
+                f"{self.url} does not tokenize ({error}); name ordinary token ids with --token-ids LOW:HIGH"
+            ) from None
+        if len(ids) < _MIN_TOKEN_IDS:
+            raise ServerError(
+                f"{self.url} makes only {len(ids)} distinct tokens of plain text; "
+                "name ordinary token ids with --token-ids LOW:HIGH"
+            )
+        return Words(tuple(ids))
+
+    def generate(self, input_ids: Sequence[int], max_new_tokens: int, *, logprobs: bool = True) -> Answer:
+        """One greedy request that ignores end-of-sentence tokens, streamed."""
+        body: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+            "stream": True,
+        }
+        if logprobs:
+            body |= {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 2}
+        start = time.perf_counter()
+        first: float | None = None
+        last: dict[str, Any] = {}
+        for event in self._events("/generate", body):
+            if "error" in event:
+                raise ServerError(f"{self.url} refused a request: {_one_line(event['error'])}")
+            if first is None and event.get("output_ids"):
+                first = time.perf_counter() - start
+            last = event
+        total = time.perf_counter() - start
+        try:
+            meta = last["meta_info"]
+            ids = tuple(int(i) for i in last["output_ids"])
+            if "cached_tokens" not in meta:
+                raise ServerError(f"{self.url} does not report cached tokens; its cache cannot be checked")
+            reason = meta.get("finish_reason") or {}
+            if len(ids) != max_new_tokens:
+                ended = f"ended a request after {len(ids)} of {max_new_tokens} tokens"
+                raise ServerError(f"{self.url} {ended}: {_one_line(reason)}")
+            return Answer(
+                prompt_tokens=int(meta["prompt_tokens"]),
+                cached_tokens=int(meta["cached_tokens"]),
+                output_ids=ids,
+                logprobs=tuple(float(p[0]) for p in meta.get("output_token_logprobs") or ()),
+                runner_up=tuple(float(p[1][0]) for p in meta.get("output_top_logprobs") or ()),
+                first_token_s=total if first is None else first,
+                total_s=total,
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise ServerError(f"{self.url} sent an answer without {error}") from None
+
+    def generate_together(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], *, logprobs: bool = True
+    ) -> list[Answer]:
+        """The prompts as concurrent requests, answers in the order of the prompts."""
+
+        def one(ids: Sequence[int], limit: int) -> Answer:
+            return self.generate(ids, limit, logprobs=logprobs)
+
+        with ThreadPoolExecutor(max(1, len(prompts))) as pool:
+            return list(pool.map(one, prompts, max_new_tokens))
+
+    def flush(self, *, patience_s: float = 60.0) -> None:
+        """Empty the server's cache, waiting for it to fall idle."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self._send("/flush_cache?timeout=10", {})
+                return
+            except ServerError as error:
+                if not self.ready() or time.monotonic() > deadline:
+                    raise ServerError(f"{self.url} does not flush its cache: {error}") from None
+                time.sleep(0.2)
+
+    def abort_all(self) -> None:
+        """Abort every running and waiting request."""
+        self._send("/abort_request", {"abort_all": True}, timeout=30)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST JSON, return the decoded answer."""
+        return json.loads(self._send(path, body))
+
+    def _open(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
+        # The address is the user's own and often a loopback one: no proxy from the environment.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        response: http.client.HTTPResponse = opener.open(request, timeout=timeout)
+        return response
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except urllib.error.HTTPError as error:
+            detail = _one_line(error.read(2000).decode(errors="replace"))
+            raise ServerError(f"{error.url} answered {error.code}: {detail}") from None
+        except TimeoutError:
+            raise ServerError(f"{self.url} did not answer in time") from None
+        except urllib.error.URLError as error:
+            reason = getattr(error.reason, "strerror", None) or error.reason
+            raise ServerError(f"no server at {self.url} ({reason}); start one or correct --url") from None
+        except (http.client.HTTPException, OSError) as error:
+            raise ServerError(f"{self.url} broke the connection ({error!r})") from None
+
+    def _send(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> str:
+        with self._errors(), self._open(path, body, timeout or self.timeout) as response:
+            return response.read().decode(errors="replace")
+
+    def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The JSON objects of a server-sent event stream."""
+        with self._errors(), self._open(path, body, self.timeout) as response:
+            for raw in response:
+                line = raw.decode().strip()
+                if not line.startswith("data:") or line == "data: [DONE]":
+                    continue
+                try:
+                    yield json.loads(line.removeprefix("data:"))
+                except json.JSONDecodeError:
+                    raise ServerError(f"{self.url} sent an event without JSON: {_one_line(line)}") from None
+
+
+def _one_line(value: object, limit: int = 300) -> str:
+    return " ".join(str(value).split())[:limit]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a server for one checkpoint.
+
+    The three limits are always passed: without them SGLang sizes its pools from all memory of the machine,
+    which on one without a GPU is the memory that everything else lives in.
+    """
+
+    model: Path
+    device: str = "cpu"
+    max_total_tokens: int = 32768
+    max_running_requests: int = 16
+    max_mamba_cache_size: int = 256
+    chunked_prefill_size: int = 512
+    extra_args: tuple[str, ...] = ()
+
+    def command(self, port: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(self.model)),
+            *("--model-config-parser", PARSER),
+            *("--device", self.device),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--max-total-tokens", str(self.max_total_tokens)),
+            *("--max-running-requests", str(self.max_running_requests)),
+            *("--max-mamba-cache-size", str(self.max_mamba_cache_size)),
+            *("--chunked-prefill-size", str(self.chunked_prefill_size)),
+            "--enable-cache-report",
+            *self.extra_args,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self.device == "cpu":
+            # One thread a process: decode steps are small, and SGLang's processes would fight over the cores.
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return env
+
+    def check(self) -> None:
+        """Raises ServerError where this cannot work, before a process is started."""
+        if importlib.util.find_spec("sglang") is None:
+            raise ServerError("SGLang is not installed: run this through `make`, or see `sglang-dsv4 check`")
+        if self.device == "cpu" and importlib.util.find_spec("sgl_kernel") is None:
+            raise ServerError(
+                "SGLang cannot run without a GPU here: its sgl_kernel is missing; run this through `make`, "
+                "which puts tools/cpu_shim on PYTHONPATH"
+            )
+        if not (self.model / "config.json").is_file():
+            raise ServerError(f"{self.model} holds no checkpoint: config.json is missing")
+
+
+class Server:
+    """A server subprocess with its own process group; a context manager that ends it.
+
+    `launch.command(port)` is run with stdout and stderr in `log`.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        log: Path,
+        *,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = READY_TIMEOUT_S,
+        waiting: Callable[[float], None] | None = None,
+    ) -> None:
+        """Returns when the server is ready. `waiting(seconds)` is called about once a second until then."""
+        launch.check()
+        self.launch = launch
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = Client(self.url)
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                launch.command(self.port),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **launch.environment(), **(env or {})},
+                start_new_session=True,
+            )
+        try:
+            self._wait_ready(timeout, waiting)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_ready(self, timeout: float, waiting: Callable[[float], None] | None) -> None:
+        start = time.monotonic()
+        while not self.client.ready():
+            if self.process.poll() is not None:
+                raise ServerError(f"the server did not start: {self.last_words()} (log: {self.log})")
+            if time.monotonic() - start > timeout:
+                raise ServerError(f"the server was not ready after {timeout:.0f} s (log: {self.log})")
+            if waiting:
+                waiting(time.monotonic() - start)
+            time.sleep(1.0)
+
+    def last_words(self) -> str:
+        """The last line that the server wrote."""
+        lines = self.log.read_text(errors="replace").split("\n")
+        return next((_one_line(line) for line in reversed(lines) if line.strip()), "it wrote nothing")
+
+    def stop(self, patience_s: float = 20.0) -> None:
+        """End the server and every process it started. Does nothing the second time."""
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, sign)
+            deadline = time.monotonic() + patience_s
+            while _group_alive(self.process) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _group_alive(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # reaps the leader, whose group id would otherwise stay taken
+    try:
+        os.killpg(process.pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
