@@ -60,7 +60,7 @@ class Decision(NamedTuple):
 
 def flag(field: str, value: Any = True) -> str:
     """How a user would have typed it: ``--pp-size 2`` or ``--enable-lora``."""
-    name = "--" + field.replace("_", "-")
+    name = "--" + ("elastic_ep_join_mode" if field == "ep_join_mode" else field).replace("_", "-")
     return name if value is True else f"{name} {value}"
 
 

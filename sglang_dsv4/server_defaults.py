@@ -90,11 +90,11 @@ def server_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
 
 
 def mark_fp4_experts(raw: dict[str, Any], model_path: str) -> None:
-    """Adds to a raw config.json the key by which SGLang knows MXFP4 experts in an FP8 checkpoint of any model.
+    """Adds to a raw config.json the key by which SGLang knows MXFP4 experts in a checkpoint of any model.
 
     SGLang looks into DeepSeek-V4 checkpoints for itself, but by architecture name; without the key packed
-    experts would be read as FP8. As in-tree, SGLANG_DSV4_FP4_EXPERTS decides where it is set or nothing can be
-    read.
+    experts would be read as FP8. As in-tree, SGLANG_DSV4_FP4_EXPERTS decides where it is set, or where the
+    weights cannot be read.
     """
     quantisation = raw.get("quantization_config")
     if not quantisation or quantisation.get("routed_experts_quant_method") is not None:
