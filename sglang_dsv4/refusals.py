@@ -10,6 +10,7 @@ asked for (the raw record), never on what SGLang's own resolution made of it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -42,6 +43,13 @@ class Refused(ValueError):
         super().__init__(" ".join((f"{what}: {why}; {remedy}" if why else what).split()))
 
 
+# What the geometry reads, and what decides which model is served.
+_LAYOUT_FIELDS = frozenset(
+    (
+        "architectures model_type kv_source_layer_ids compress_ratios num_hidden_layers num_attention_heads "
+        "hidden_size head_dim qk_rope_head_dim sliding_window index_head_dim index_n_heads index_topk"
+    ).split()
+)
 _IN_TREE_BACKENDS = ("dsv4", "compressed")  # what DeepSeek-V4 recipes pass; `compressed` is the old name
 
 
@@ -193,6 +201,18 @@ def _graphs(args: Any) -> dict[str, Any]:
     return {"disable_prefill_cuda_graph": True}
 
 
+def check_config_overrides(args: Any) -> None:
+    """Refuses `--json-model-override-args` that reach the layout of the pools or leave the plugin's model."""
+    text = _value(args, "json_model_override_args")
+    changed = sorted(_LAYOUT_FIELDS & set(json.loads(text) if isinstance(text, str) else text or {}))
+    if changed:
+        raise Refused(
+            f"--json-model-override-args sets {', '.join(changed)}",
+            "pools are laid out from config.json itself",
+            "change config.json in a copy of the checkpoint's folder",
+        )
+
+
 def check_device(device: str | None) -> None:
     """Refuses a device other than cuda and cpu. None is not known yet."""
     if device is not None and device.split(":", 1)[0] not in ("cuda", "cpu"):
@@ -325,6 +345,7 @@ def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | Non
     device = device or _value(args, "device")
     check_device(device)
     check_environment(env)
+    check_config_overrides(args)
     _check_rules(args, RULES)
     if device is not None and device.startswith("cpu"):
         _check_rules(args, CPU_RULES)
