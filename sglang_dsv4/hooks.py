@@ -153,16 +153,6 @@ def _plan_snapshots(original: Callable[..., Any], self: Any, req: Any) -> Any:
     return plan_snapshots(self, req)
 
 
-def _prepare_for_extend(original: Callable[..., Any], self: Any) -> None:
-    from sglang_dsv4.config import is_ours
-
-    original(self)
-    if is_ours(self.model_config):
-        from sglang_dsv4.cache.publish import attach_interior_snapshots
-
-        attach_interior_snapshots(self)
-
-
 def _checkpoint(original: Callable[..., Any], self: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
     from sglang_dsv4.cache.slots import SlotReqToTokenPool
 
@@ -221,12 +211,6 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req"),
         _plan_snapshots,
         "snapshots stand where repeats cannot use them",
-    ),
-    Hook(
-        f"{_BATCH}.prepare_for_extend",
-        ("self",),
-        _prepare_for_extend,
-        "a request keeps one snapshot of its prompt only",
     ),
     Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",

@@ -145,11 +145,23 @@ class SlotAttentionBackend(AttentionBackend):
         if fb.mamba_track_mask is None or fb.mamba_track_indices is None or fb.mamba_track_seqlens is None:
             none = torch.empty((fb.batch_size, 0), dtype=torch.int32, device=self.device)
             return none, none
-        slots = fb.mamba_track_indices.reshape(fb.batch_size, -1)
-        lens = fb.mamba_track_seqlens.reshape(fb.batch_size, -1)
-        due = fb.mamba_track_mask[:, None] & (lens > 0) & (slots >= 0)
-        none = torch.full_like(slots, -1)
-        return torch.where(due, slots, none).int(), torch.where(due, lens, none).int()
+        own_slots, own_lens = fb.mamba_track_indices, fb.mamba_track_seqlens
+        due = fb.mamba_track_mask & (own_lens > 0) & (own_slots >= 0)
+        none = torch.full_like(own_slots, -1)
+        slots = torch.where(due, own_slots, none)[:, None].int()
+        lens = torch.where(due, own_lens, none)[:, None].int()
+        interior = [self.requests.interior.waiting(row) for row in fb.req_pool_indices_cpu.tolist()]
+        width = max(len(snapshots) for snapshots in interior)
+        if width:
+            more_slots = torch.full((len(interior), width), -1, dtype=torch.int32, device=self.device)
+            more_lens = torch.full((len(interior), width), -1, dtype=torch.int32)
+            for i, snapshots in enumerate(interior):
+                for j, snapshot in enumerate(snapshots):
+                    more_slots[i, j] = snapshot.slot[0]
+                    more_lens[i, j] = snapshot.length
+            slots = torch.cat([slots, more_slots], dim=1)
+            lens = torch.cat([lens, more_lens.to(self.device, non_blocking=True)], dim=1)
+        return slots, lens
 
     def _page_table(self, rows: Tensor, length: int) -> Tensor:
         columns = torch.arange(0, length, self.page_size, device=self.device)

@@ -1,18 +1,12 @@
-"""Interior snapshots of a running request: taken by an extend step, waiting to be published beside its last one.
-
-They ride on SGLang's request object under one private attribute each, so that they end with the request.
-"""
+"""Interior snapshots: taken by an extend step beside its last one, waiting to be published. Host bookkeeping only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-_WAITING = "_dsv4_interior_snapshots"
-_PUBLISHING = "_dsv4_publishing_slot"
 
 
 class InteriorSnapshot(NamedTuple):
@@ -22,31 +16,35 @@ class InteriorSnapshot(NamedTuple):
     slot: Tensor
 
 
-def interior_snapshots(req: Any) -> list[InteriorSnapshot]:
-    """Those that wait, ascending by length."""
-    return getattr(req, _WAITING, [])
+class InteriorSnapshots:
+    """Waiting snapshots by request row.
 
+    Written when the scheduler prepares an extend step, read when that step is launched (before anything else is
+    scheduled), taken when the step's result enters the tree or the request gives its row back.
+    """
 
-def add_interior_snapshot(req: Any, snapshot: InteriorSnapshot) -> None:
-    setattr(req, _WAITING, [*interior_snapshots(req), snapshot])
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[InteriorSnapshot]] = {}
+        self.publishing: Tensor | None = None  # slot that is going into the tree right now
 
+    def add(self, row: int, snapshot: InteriorSnapshot) -> None:
+        self._waiting.setdefault(row, []).append(snapshot)
 
-def take_interior_snapshots(req: Any) -> list[InteriorSnapshot]:
-    """Those that wait; they wait no longer, and their slots are the caller's."""
-    waiting = interior_snapshots(req)
-    setattr(req, _WAITING, [])
-    return waiting
+    def waiting(self, row: int) -> list[InteriorSnapshot]:
+        """Ascending by length."""
+        return self._waiting.get(row, [])
 
+    def take(self, row: int | None) -> list[InteriorSnapshot]:
+        """Those that wait; they wait no longer and their slots are the caller's."""
+        return self._waiting.pop(row, []) if row is not None else []
 
-def publishing_slot(req: Any) -> Tensor | None:
-    """Slot of the interior snapshot that is going into the tree right now."""
-    return getattr(req, _PUBLISHING, None)
+    def clear(self) -> None:
+        self._waiting.clear()
 
-
-@contextmanager
-def publishing(req: Any, slot: Tensor) -> Iterator[None]:
-    setattr(req, _PUBLISHING, slot)
-    try:
-        yield
-    finally:
-        setattr(req, _PUBLISHING, None)
+    @contextmanager
+    def publish(self, slot: Tensor) -> Iterator[None]:
+        self.publishing = slot
+        try:
+            yield
+        finally:
+            self.publishing = None

@@ -11,18 +11,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from torch import Tensor
 
-from sglang_dsv4.cache.interior import (
-    InteriorSnapshot,
-    add_interior_snapshot,
-    interior_snapshots,
-    publishing,
-    take_interior_snapshots,
-)
+from sglang_dsv4.cache.interior import InteriorSnapshot
 from sglang_dsv4.cache.policy import SnapshotPolicy
 
 logger = logging.getLogger(__name__)
@@ -42,7 +35,7 @@ counters = PublishCounters()
 def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
     """Decide the snapshots of one request's extend step; replaces SGLang's own choice of one position."""
     kv, pool, tree = req.kv, batch.req_to_token_pool, batch.tree_cache
-    for stale in take_interior_snapshots(req):
+    for stale in pool.interior.take(kv.req_pool_idx):
         pool.mamba_allocator.free(stale.slot)
     policy = SnapshotPolicy(tree.page_size)
     wanted = policy.positions(
@@ -61,34 +54,11 @@ def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
             if slot is None:
                 counters.interior_refused += 1
             else:
-                add_interior_snapshot(req, InteriorSnapshot(length, slot))
+                pool.interior.add(kv.req_pool_idx, InteriorSnapshot(length, slot))
     kv.mamba_last_track_idx = track_position
     kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(track_position)
     kv.mamba_last_track_seqlen = last
     return _MambaRadixCacheV2TrackEntry(track_mask=True, track_position=track_position, track_seqlen=last)
-
-
-def attach_interior_snapshots(batch: Any) -> None:
-    """Widen the extend batch's tracking tensors to [B, 1 + interior], -1 where a request has fewer.
-
-    Read by the attention backend. Slots are captured here, on the scheduler's stream: the request's own mapping
-    may already name other slots when the step runs.
-    """
-    waiting = [interior_snapshots(req) for req in batch.reqs]
-    width = max((len(w) for w in waiting), default=0)
-    if width == 0 or batch.mamba_track_indices is None:
-        return
-    device = batch.mamba_track_indices.device
-    slots = torch.full((len(waiting), width), -1, dtype=torch.int64, device=device)
-    lengths = torch.full((len(waiting), width), -1, dtype=torch.int64)
-    for i, snapshots in enumerate(waiting):
-        for j, snapshot in enumerate(snapshots):
-            slots[i, j] = snapshot.slot[0]
-            lengths[i, j] = snapshot.length
-    batch.mamba_track_indices = torch.cat([batch.mamba_track_indices[:, None], slots], dim=1)
-    batch.mamba_track_seqlens = torch.cat(
-        [batch.mamba_track_seqlens[:, None], lengths.to(device, non_blocking=True)], dim=1
-    )
 
 
 def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -96,20 +66,20 @@ def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any,
 
     insert  SGLang's `checkpoint_into_tree`, called once for each; the caller inserts the last position afterwards
     """
-    waiting = take_interior_snapshots(req)
+    kv, pool = req.kv, tree.req_to_token_pool
+    waiting = pool.interior.take(kv.req_pool_idx)
     if not waiting:
         return
-    kv = req.kv
     last, previous, reason = kv.mamba_last_track_seqlen, kv.mamba_prev_track_seqlen, req.finished_reason
     # A finished request would hand over its tracking slots with the first insert; it has one more to come.
     req.finished_reason = None
     try:
         for snapshot in waiting:
             if tree.disable or not kv.cache_protected_len < snapshot.length <= up_to:
-                tree.req_to_token_pool.mamba_allocator.free(snapshot.slot)
+                pool.mamba_allocator.free(snapshot.slot)
                 continue
             kv.mamba_last_track_seqlen = snapshot.length
-            with publishing(req, snapshot.slot):
+            with pool.interior.publish(snapshot.slot):
                 insert(tree, req, up_to=up_to, **kwargs)
             counters.interior_published += 1
     finally:

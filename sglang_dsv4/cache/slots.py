@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglang_dsv4.cache.debug import poison_enabled
 from sglang_dsv4.cache.handle import SlotStore, TailStore
-from sglang_dsv4.cache.interior import publishing_slot, take_interior_snapshots
+from sglang_dsv4.cache.interior import InteriorSnapshots
 from sglang_dsv4.geometry import Geometry
 from sglang_dsv4.ops.dispatch import operations
 
@@ -86,6 +86,7 @@ class SlotReqToTokenPool(HybridReqToTokenPool):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.interior = InteriorSnapshots()
         self.tails = TailStore(_geometry.get(), self.req_to_token.shape[0], kwargs["device"])
         if poison_enabled():
             self.tails.poison()
@@ -101,7 +102,7 @@ class SlotReqToTokenPool(HybridReqToTokenPool):
 
     def donate_mamba_ping_pong_slot(self, req: Any, new_slot: Tensor) -> Tensor:
         """int64 [1]: the slot that goes to the tree: an interior snapshot if one is being published."""
-        interior = publishing_slot(req)
+        interior = self.interior.publishing
         if interior is None:
             return super().donate_mamba_ping_pong_slot(req, new_slot)
         self.mamba_allocator.free(new_slot)
@@ -109,6 +110,10 @@ class SlotReqToTokenPool(HybridReqToTokenPool):
 
     def free_mamba_cache(self, req: Any, mamba_ping_pong_track_buffer_to_keep: int | None = None) -> None:
         """Also returns the slots of interior snapshots that were taken but will not be published."""
-        for snapshot in take_interior_snapshots(req):
+        for snapshot in self.interior.take(req.kv.req_pool_idx):
             self.mamba_allocator.free(snapshot.slot)
         super().free_mamba_cache(req, mamba_ping_pong_track_buffer_to_keep)
+
+    def clear(self) -> None:
+        super().clear()
+        self.interior.clear()
