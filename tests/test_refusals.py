@@ -357,6 +357,43 @@ for name, (argv, env) in request["cases"].items():
         out["cases"][name] = {"error": type(error).__name__, "text": str(error)}
     for key in env:
         del os.environ[key]
+from types import SimpleNamespace as N
+from unittest.mock import patch
+from sglang.srt.beam_search import coordinator as beam
+def beam_answer(page):
+    server = N(
+        spec_algorithm=N(is_none=lambda: True),
+        dllm_enabled=False,
+        model_config=N(is_encoder_decoder=False),
+        tree_cache=N(supports_swa=lambda: False, supports_mamba=lambda: True),
+    )
+    state = {
+        "get_disagg": N(disaggregation_mode="null"),
+        "get_schedule": N(page_size=page),
+        "get_memory": N(enable_hisparse=False, enable_hierarchical_cache=False),
+        "get_parallel": N(pp_size=1),
+        "is_dp_attention_enabled": False,
+    }
+    with patch.multiple(beam, **{name: (lambda value=value: value) for name, value in state.items()}):
+        request = N(sampling_params=N(beam_width=4), session_id=None)
+        return beam.BeamCoordinator.validate_and_init(server, request, N(session_params=None))
+out["beam"] = [beam_answer(128), beam_answer(1)]
+from sglang_dsv4.server_defaults import mark_fp4_experts
+from sglang.srt.configs import deepseek_v4
+def experts(found, **quantisation):
+    raw = {"quantization_config": quantisation} if quantisation else {}
+    with patch.object(deepseek_v4, "try_detect_fp4_experts", lambda path: found):
+        mark_fp4_experts(raw, "model")
+    return raw.get("quantization_config", {}).get("routed_experts_quant_method")
+out["experts"] = {
+    "packed": experts(True, quant_method="fp8"),
+    "fp8": experts(False, quant_method="fp8"),
+    "unreadable": experts(None, quant_method="fp8"),
+    "not quantised": experts(True),
+    "declared": experts(True, quant_method="fp8", routed_experts_quant_method="nvfp4"),
+}
+os.environ["SGLANG_DSV4_FP4_EXPERTS"] = "0"
+out["experts"]["told otherwise"] = experts(True, quant_method="fp8")
 print("RESULT" + json.dumps(out))
 """
 
@@ -552,6 +589,22 @@ def test_sglang_resolves_accepted_combinations(sglang, case, expected):
 def test_a_refusal_reaches_the_launcher_ahead_of_sglangs_own_checks(sglang, case, says):
     outcome = sglang["cases"][case]
     assert outcome.get("error") == "Refused" and says in outcome["text"], outcome
+
+
+def test_sglang_itself_refuses_beam_search_over_pages_and_over_state(sglang):
+    over_pages, over_state = sglang["beam"]
+    assert "--page-size 1" in over_pages and "mamba" in over_state
+
+
+def test_packed_experts_are_marked_with_the_key_that_sglang_reads_for_any_model(sglang):
+    assert sglang["experts"] == {
+        "packed": "mxfp4",
+        "fp8": None,
+        "unreadable": "mxfp4",
+        "not quantised": None,
+        "declared": "nvfp4",
+        "told otherwise": None,
+    }
 
 
 def test_servers_of_other_models_are_left_alone(sglang):
