@@ -1,7 +1,8 @@
 """Which implementation serves which device: the one place that decides.
 
 `operations(device)` is resolved once by the attention backend; nothing is chosen per call. The environment
-variable SGLANG_DSV4_REFERENCE=1 forces the torch reference on every device.
+variable SGLANG_DSV4_REFERENCE=1 forces the torch reference on every device; without it a CUDA device that the
+kernels cannot be built for is an error, never a silent fall back.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.ops.append_window import append_window
-from sglang_dsv4.ops.copy_state import copy_state
-from sglang_dsv4.ops.flush import flush_csa, flush_hca
-from sglang_dsv4.ops.gather import gather
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.append_window import append_window, append_window_cuda
+from sglang_dsv4.ops.copy_state import copy_state, copy_state_cuda
+from sglang_dsv4.ops.flush import flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
+from sglang_dsv4.ops.gather import gather, gather_cuda
 from sglang_dsv4.ops.index_scores import index_scores
 from sglang_dsv4.ops.index_topk import index_topk
 from sglang_dsv4.ops.sparse_attention import sparse_attention
@@ -50,8 +52,23 @@ def reference_forced() -> bool:
     return os.environ.get(REFERENCE_SWITCH, "") not in ("", "0")
 
 
+# What replaces the reference on a CUDA device.
+CUDA_FACES: dict[str, Callable[..., Any]] = {
+    "append_window": append_window_cuda,
+    "flush_csa": flush_csa_cuda,
+    "flush_hca": flush_hca_cuda,
+    "gather": gather_cuda,
+    "copy_state": copy_state_cuda,
+}
+
+
 @functools.cache
 def operations(device_type: str) -> Operations:
-    """The operations for a torch device type ("cpu", "cuda")."""
-    torch.device(device_type)
-    return Operations()
+    """The operations for a torch device type ("cpu", "cuda").
+
+    Raises jit.KernelBuildError where a CUDA device is asked for and no compiler is found.
+    """
+    if torch.device(device_type).type != "cuda" or reference_forced():
+        return Operations()
+    jit.find_nvcc()
+    return Operations(**CUDA_FACES)

@@ -13,7 +13,20 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.formats import RowCodec, hadamard
-from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, HEAD_DIM, ROPE_DIM
+from sglang_dsv4.geometry import (
+    CSA_RATIO,
+    CSA_STATE_DIM,
+    HCA_RATIO,
+    HEAD_DIM,
+    INDEX_DIM,
+    INDEX_FP4,
+    INDEX_FP8,
+    MAIN_FP8,
+    ROPE_DIM,
+    STATE_PARTS,
+)
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.meta import StepMeta
 
 
@@ -173,3 +186,86 @@ def rotate(x: Tensor, rope: Tensor, *, inverse: bool = False) -> Tensor:
     even, odd = x[..., -ROPE_DIM::2], x[..., -ROPE_DIM + 1 :: 2]
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
     return torch.cat([x[..., :-ROPE_DIM], turned], dim=-1)
+
+
+def _check_compressor(
+    check: Check, name: str, params: CompressorParams, ratio: int, width: int, halves: int
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The compressor's weights in the order of the kernels' parameters."""
+    check.tensor(f"{name}.ape", params.ape, torch.float32, (ratio, halves * width), align=16)
+    check.tensor(f"{name}.norm_weight", params.norm_weight, FLOATS, (width,))
+    check.tensor(f"{name}.rope", params.rope, torch.float32, (None, ROPE_DIM), strided=1)
+    return params.ape, params.norm_weight, params.rope, float(params.eps)
+
+
+def flush_csa_cuda(
+    main: CompressorParams,
+    main_kv_score: Tensor,
+    index: CompressorParams,
+    index_kv_score: Tensor,
+    overlap: Tensor,
+    tail: Tensor,
+    entries: Tensor,
+    index_keys: Tensor,
+    meta: StepMeta,
+    *,
+    codec: RowCodec,
+    index_codec: RowCodec,
+) -> None:
+    """CUDA face of `flush_csa`: main rows, indexer keys and state in one launch; FP8 rows, MXFP4 or FP8 keys.
+
+    Both projections are float32 or both bfloat16. A block that starts past the rope table is not stored.
+    Raises ValueError for an argument that the kernel cannot take.
+    """
+    check = Check("flush_csa")
+    check.codec("codec", codec, (MAIN_FP8,))
+    check.codec("index_codec", index_codec, (INDEX_FP4, INDEX_FP8))
+    fields = check.meta(meta)
+    check.tensor("main_kv_score", main_kv_score, FLOATS, ("tokens", 4 * HEAD_DIM), strided=1, align=16)
+    dtype = main_kv_score.dtype
+    check.tensor("index_kv_score", index_kv_score, dtype, ("tokens", 4 * INDEX_DIM), strided=1, align=16)
+    check.tensor(
+        "overlap", overlap, torch.float32, (None, CSA_RATIO, STATE_PARTS, CSA_STATE_DIM), strided=1, align=16
+    )
+    check.tensor(
+        "tail", tail, torch.float32, (None, CSA_RATIO, 2, STATE_PARTS, CSA_STATE_DIM), strided=1, align=16
+    )
+    check.pool("entries", entries, MAIN_FP8)
+    check.pool("index_keys", index_keys, index_codec.layout)
+    launch = jit.function("flush_csa", "flush_csa", check.cuda())
+    launch(
+        main_kv_score,
+        *_check_compressor(check, "main", main, CSA_RATIO, HEAD_DIM, 2),
+        index_kv_score,
+        *_check_compressor(check, "index", index, CSA_RATIO, INDEX_DIM, 2),
+        overlap,
+        tail,
+        entries,
+        index_keys,
+        index_codec.layout == INDEX_FP4,
+        *fields,
+    )
+
+
+def flush_hca_cuda(
+    params: CompressorParams,
+    kv_score: Tensor,
+    tail: Tensor,
+    entries: Tensor,
+    meta: StepMeta,
+    *,
+    codec: RowCodec,
+) -> None:
+    """CUDA face of `flush_hca`: one launch, FP8 rows, `kv_score` float32 or bfloat16.
+
+    A block that starts past the rope table is not stored. Raises ValueError for an argument that the kernel
+    cannot take.
+    """
+    check = Check("flush_hca")
+    check.codec("codec", codec, (MAIN_FP8,))
+    fields = check.meta(meta)
+    check.tensor("kv_score", kv_score, FLOATS, ("tokens", 2 * HEAD_DIM), strided=1, align=16)
+    check.tensor("tail", tail, torch.float32, (None, HCA_RATIO, STATE_PARTS, HEAD_DIM), strided=1, align=16)
+    check.pool("entries", entries, MAIN_FP8)
+    weights = _check_compressor(check, "params", params, HCA_RATIO, HEAD_DIM, 1)
+    jit.function("flush_hca", "flush_hca", check.cuda())(kv_score, *weights, tail, entries, *fields)

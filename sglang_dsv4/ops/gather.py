@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.formats import RowCodec
-from sglang_dsv4.geometry import WINDOW
+from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, HEAD_DIM, MAIN_FP8, WINDOW
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.meta import StepMeta, Workspace
 
 
@@ -54,3 +56,38 @@ def gather(
         target = plan.offsets[requests] + WINDOW + extent + ids
         source = meta.entry_rows(requests, ids, ratio)
         workspace[target] = codec.gather(entries, source).to(workspace.dtype)
+
+
+def gather_cuda(
+    workspace: Tensor,
+    window: Tensor,
+    kv: Tensor,
+    entries: Tensor | None,
+    meta: StepMeta,
+    plan: Workspace,
+    *,
+    ratio: int,
+    codec: RowCodec,
+) -> None:
+    """CUDA face of `gather`: one launch, FP8 rows into a bfloat16 workspace, `kv` bfloat16 or float32.
+
+    Raises ValueError for an argument that the kernel cannot take.
+    """
+    check = Check("gather")
+    check.codec("codec", codec, (MAIN_FP8,))
+    fields = check.meta(meta)
+    check.tensor("workspace", workspace, torch.bfloat16, (None, HEAD_DIM), strided=1, align=16)
+    if workspace.shape[0] < plan.num_rows:
+        must = f"[{plan.num_rows}, {HEAD_DIM}] or more rows for this plan"
+        raise check.fail("workspace", str(list(workspace.shape)), must)
+    check.pool("window", window, MAIN_FP8)
+    check.tensor("kv", kv, FLOATS, ("tokens", HEAD_DIM), strided=1, align=16)
+    if ratio not in (0, CSA_RATIO, HCA_RATIO):
+        raise check.fail("ratio", repr(ratio), f"0, {CSA_RATIO} or {HCA_RATIO}")
+    if ratio and entries is None:
+        raise check.fail("entries", "None", f"the entry pool of a layer of ratio {ratio}")
+    pool = window if entries is None or not ratio else check.pool("entries", entries, MAIN_FP8)
+    check.tensor("plan.offsets", plan.offsets, torch.int64, ("requests",))
+    check.tensor("plan.num_entries", plan.num_entries, torch.int64, ("requests",))
+    launch = jit.function("gather", "gather", check.cuda())
+    launch(workspace, window, kv, pool, plan.offsets, plan.num_entries, plan.num_rows, ratio, *fields)

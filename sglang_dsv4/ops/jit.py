@@ -51,7 +51,7 @@ class KernelBuildError(RuntimeError):
 def kernels_dir() -> Path:
     """Where the kernel sources lie: `kernels/` of a source tree, or the package's own copy in a wheel."""
     package = Path(__file__).resolve().parent.parent
-    for candidate in (package.parent / "kernels", package / "_kernels"):
+    for candidate in (package.parent / "kernels", package / "kernels"):
         if (candidate / "include" / "dsv4" / "meta.cuh").is_file():
             return candidate
     raise KernelBuildError(

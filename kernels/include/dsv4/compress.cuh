@@ -1,0 +1,110 @@
+// What both compressors share: four-channel loads, the running softmax of a channel, the norm's rotation.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "dsv4/codecs.cuh"
+#include "dsv4/meta.cuh"
+
+namespace dsv4 {
+
+// Weights of one compressor. norm_weight is bf16 or float; rope is float [positions, 64], cos of 32 pairs then sin.
+struct Compressor {
+  const float* ape;
+  const void* norm_weight;
+  const float* rope;
+  int64_t rope_stride;
+  int64_t rope_positions;
+  float eps;
+  bool norm_is_bf16;
+
+  __device__ __forceinline__ float weight(int channel) const {
+    return norm_is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(norm_weight)[channel])
+                        : static_cast<const float*>(norm_weight)[channel];
+  }
+};
+
+inline Compressor make_compressor(const TensorView& ape, const TensorView& norm_weight, const TensorView& rope,
+                                  double eps) {
+  return {data_of<const float>(ape),  norm_weight.data_ptr(), data_of<const float>(rope), rope.stride(0), rope.size(0),
+          static_cast<float>(eps), is_bf16(norm_weight)};
+}
+
+__device__ __forceinline__ float4 load4(const float* source) { return *reinterpret_cast<const float4*>(source); }
+__device__ __forceinline__ float4 load4(const __nv_bfloat16* source) {
+  const uint2 v = *reinterpret_cast<const uint2*>(source);
+  const float2 low = unpack_bf16(v.x), high = unpack_bf16(v.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+__device__ __forceinline__ void store4(float* target, float4 v) { *reinterpret_cast<float4*>(target) = v; }
+
+// One rounding, never fused with what follows: Z is stored with ape added, so a row must be the same bits whether it
+// comes from this step or from the state.
+__device__ __forceinline__ float4 add4(float4 a, float4 b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+
+// C and Z of four channels of one token.
+struct Row4 {
+  float4 c;
+  float4 z;
+};
+
+// Softmax-weighted sum of `kRows` rows for one channel: largest score, sum of weights, weighted sum.
+struct Pooled {
+  float max;
+  float sum;
+  float value;
+};
+
+template <int kRows>
+__device__ __forceinline__ Pooled pool_rows(const float (&c)[kRows], const float (&z)[kRows]) {
+  Pooled out = {z[0], 0.0f, 0.0f};
+#pragma unroll
+  for (int j = 1; j < kRows; ++j) out.max = fmaxf(out.max, z[j]);
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const float weight = expf(z[j] - out.max);  // 0 for z = -inf
+    out.sum += weight;
+    out.value = fmaf(weight, c[j], out.value);
+  }
+  return out;
+}
+
+__device__ __forceinline__ float component(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(kFullMask, x, step);
+  return x;
+}
+
+// Rotates the pair (even, odd) by the angle of `pair` at `position`.
+__device__ __forceinline__ void rotate_pair(const Compressor& weights, int64_t position, int pair, float& even, float& odd) {
+  const float* table = weights.rope + position * weights.rope_stride;
+  const float cos = table[pair], sin = table[kRopeDim / 2 + pair];
+  const float turned = __fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin));
+  odd = __fadd_rn(__fmul_rn(even, sin), __fmul_rn(odd, cos));
+  even = turned;
+}
+
+// A request's share of a step. `tokens` is what the offsets really grant, whatever the lengths claim.
+struct RequestSpan {
+  int prefix;       // tokens before the step
+  int end;          // tokens after it
+  int first_token;  // index of the token at position `prefix`
+};
+
+__device__ __forceinline__ RequestSpan request_span(const StepMeta& meta, int request) {
+  RequestSpan span;
+  span.first_token = meta.token_offsets[request];
+  const int granted = min(meta.token_offsets[request + 1], meta.num_tokens) - span.first_token;
+  span.prefix = meta.prefix_lens[request];
+  const int claimed = meta.seq_lens[request] - span.prefix;
+  span.end = span.prefix + max(0, min(claimed, granted));
+  return span;
+}
+
+}  // namespace dsv4
