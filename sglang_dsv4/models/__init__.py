@@ -1,0 +1,1 @@
+"""Hosts of the model around the attention layer."""
