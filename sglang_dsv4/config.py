@@ -104,7 +104,9 @@ class SlotConfigParser(ModelConfigParserBase):
 
             found = cached_file(str(model), "config.json", revision=revision)
             if found is None:
-                raise Refused(f"{model} has no config.json: pass a DeepSeek-V4 checkpoint folder or repository")
+                raise Refused(
+                    f"{model} has no config.json: pass a DeepSeek-V4 checkpoint folder or repository"
+                )
             path = Path(found)
         register_models()
         return build_config(json.loads(path.read_text()))

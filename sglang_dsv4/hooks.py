@@ -80,7 +80,9 @@ def _build_page_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> 
     sizes = kwargs["sizes"]
     geometry = self.model_config.hf_config.geometry(self.page_size)
     pool = PagePool(geometry, sizes.max_total_num_tokens, self.device)
-    line = describe(geometry, pool.store, requests.mamba_pool.store, requests.tails, sizes.max_running_requests)
+    line = describe(
+        geometry, pool.store, requests.mamba_pool.store, requests.tails, sizes.max_running_requests
+    )
     logger.info(line)
     return pool
 
@@ -156,11 +158,18 @@ def _plan_snapshots(original: Callable[..., Any], self: Any, req: Any) -> Any:
 def _checkpoint(original: Callable[..., Any], self: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
     from sglang_dsv4.cache.slots import SlotReqToTokenPool
 
-    if isinstance(self.req_to_token_pool, SlotReqToTokenPool):
-        from sglang_dsv4.cache.publish import publish_interior_snapshots
+    if not isinstance(self.req_to_token_pool, SlotReqToTokenPool):
+        original(self, req, up_to=up_to, **kwargs)
+        return
+    from sglang_dsv4.cache.debug import audit_enabled
+    from sglang_dsv4.cache.publish import publish_interior_snapshots
 
-        publish_interior_snapshots(original, self, req, up_to=up_to, **kwargs)
+    publish_interior_snapshots(original, self, req, up_to=up_to, **kwargs)
     original(self, req, up_to=up_to, **kwargs)
+    if audit_enabled() and not self.disable:
+        from sglang_dsv4.cache.audit import audit
+
+        audit(self)
 
 
 HOOKS: tuple[Hook, ...] = (

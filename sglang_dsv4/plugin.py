@@ -23,7 +23,9 @@ def register() -> None:
         logger.warning("sglang-dsv4: %s", reason)
     mismatches = hooks.problems()
     if mismatches:
-        raise RuntimeError(f"sglang-dsv4 is not registered: {mismatches[0]} ({len(mismatches)} hooks do not match)")
+        raise RuntimeError(
+            f"sglang-dsv4 is not registered: {mismatches[0]} ({len(mismatches)} hooks do not match)"
+        )
 
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model

@@ -31,7 +31,14 @@ class Stage:
     """Pools for a handful of requests; hands out rows, slots and shuffled pages."""
 
     def __init__(
-        self, geometry: Geometry, *, pages: int = 64, slots: int = 24, rows: int = 12, device: str = "cpu", seed: int = 0
+        self,
+        geometry: Geometry,
+        *,
+        pages: int = 64,
+        slots: int = 24,
+        rows: int = 12,
+        device: str = "cpu",
+        seed: int = 0,
     ) -> None:
         self.geometry = geometry
         self.device = device
@@ -50,7 +57,9 @@ class Stage:
         order.shuffle(self.free_slots)
         self.free_rows = list(range(1, rows + 1))
 
-    def admit(self, *, pages: list[int] | None = None, snapshot: int | None = None, length: int = 0) -> Request:
+    def admit(
+        self, *, pages: list[int] | None = None, snapshot: int | None = None, length: int = 0
+    ) -> Request:
         """A new request; with `snapshot` it resumes after `length` tokens whose pages it shares."""
         request = Request(self.free_rows.pop(), self.free_slots.pop(), list(pages or []), length)
         self.slots.poison(torch.tensor([request.slot]))

@@ -58,7 +58,9 @@ def attention(params: LayerParams, x: LayerInputs, codec: RowCodec, index_codec:
         assert params.compressor is not None and x.kv_score is not None
         starts = torch.arange(count) * ratio
         pooled = _normed(
-            _pooled(x.kv_score, params.compressor.ape, ratio, 512), params.compressor.norm_weight, params.compressor.eps
+            _pooled(x.kv_score, params.compressor.ape, ratio, 512),
+            params.compressor.norm_weight,
+            params.compressor.eps,
         )
         entries = codec.round_trip(_turn(pooled, rope[starts]).float()).double()
         if ratio == 4:
@@ -73,7 +75,9 @@ def attention(params: LayerParams, x: LayerInputs, codec: RowCodec, index_codec:
         if ratio == 4 and visible > params.index_topk:
             assert keys is not None and x.index_q is not None and x.index_weights is not None
             query = index_codec.round_trip(hadamard(x.index_q[t].float())).double()
-            scores = (torch.relu(query @ keys[:visible].T) * x.index_weights[t, :, None].double()).sum(0).float()
+            scores = (
+                (torch.relu(query @ keys[:visible].T) * x.index_weights[t, :, None].double()).sum(0).float()
+            )
             picked = sorted(range(visible), key=lambda i: (-float(scores[i]), i))[: params.index_topk]
         rows = [window[max(0, t - 127) : t + 1]]
         if picked:

@@ -104,7 +104,9 @@ def test_window_spans_exactly_128_positions_including_the_query(position):
     other = Stage(geometry())
     request = other.admit()
     run(params, part(changed, (0, position)), other.step([request], [position]))
-    assert torch.equal(out, run(params, part(changed, (position, position + 1)), other.step([request], [1], decode=True)))
+    assert torch.equal(
+        out, run(params, part(changed, (position, position + 1)), other.step([request], [1], decode=True))
+    )
     changed.kv[max(0, outside + 1)] += 1000.0
     third = Stage(geometry())
     request = third.admit()
@@ -113,7 +115,9 @@ def test_window_spans_exactly_128_positions_including_the_query(position):
     assert not torch.equal(out, moved)
 
 
-@pytest.mark.parametrize("ratio, seen", [(4, {2: 0, 3: 1, 4: 1, 126: 31, 127: 32, 128: 32}), (128, {126: 0, 127: 1, 255: 2})])
+@pytest.mark.parametrize(
+    "ratio, seen", [(4, {2: 0, 3: 1, 4: 1, 126: 31, 127: 32, 128: 32}), (128, {126: 0, 127: 1, 255: 2})]
+)
 def test_a_token_sees_complete_blocks_only_and_its_own_once_complete(ratio, seen):
     stage = Stage(geometry())
     step = stage.step([stage.admit()], [max(seen) + 1])
@@ -206,7 +210,9 @@ def test_a_ragged_batch_with_padding_equals_each_request_alone(ratio):
         *(
             None
             if getattr(spans[0], f) is None
-            else torch.cat([getattr(s, f) for s in spans] + [torch.full((3, *getattr(spans[0], f).shape[1:]), torch.nan)])
+            else torch.cat(
+                [getattr(s, f) for s in spans] + [torch.full((3, *getattr(spans[0], f).shape[1:]), torch.nan)]
+            )
             for f in spans[0].__dataclass_fields__
         )
     )
@@ -222,11 +228,17 @@ def test_padded_tokens_leave_every_byte_unchanged(ratio):
     stage = Stage(geometry())
     params = layer(ratio)
     cache = stage.cache.layer(params.layer_id)
-    pools = [t for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail) if t is not None]
+    pools = [
+        t for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail) if t is not None
+    ]
     before = [p.clone().view(torch.uint8) for p in pools]
     idle = stage.admit()
     for decode in (False, True):
-        run(params, part(inputs(ratio, 1), padding=5, *[(0, 0)]), stage.step([idle], [0], padding=5, decode=decode))
+        run(
+            params,
+            part(inputs(ratio, 1), padding=5, *[(0, 0)]),
+            stage.step([idle], [0], padding=5, decode=decode),
+        )
     for old, pool in zip(before, pools, strict=True):
         assert torch.equal(old, pool.view(torch.uint8))
 
@@ -241,7 +253,11 @@ def test_the_same_step_twice_writes_the_same_bytes(ratio):
     for t in range(121, 300):
         step = stage.step([request], [1], decode=True)
         first = run(params, part(x, (t, t + 1)), step)
-        pools = [t for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail) if t is not None]
+        pools = [
+            t
+            for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail)
+            if t is not None
+        ]
         before = [p.clone().view(torch.uint8) for p in pools]
         assert torch.equal(first, run(params, part(x, (t, t + 1)), step))
         for old, pool in zip(before, pools, strict=True):
@@ -300,7 +316,8 @@ def test_running_requests_never_share_state():
     run(params, part(a, (0, 256)), alone.step([request], [256]))
     for x, got in ((a, outs[0]),):
         expected = [
-            run(params, part(x, (t, t + 1)), alone.step([request], [1], decode=True))[0] for t in range(256, 300)
+            run(params, part(x, (t, t + 1)), alone.step([request], [1], decode=True))[0]
+            for t in range(256, 300)
         ]
         assert torch.equal(torch.stack(got), torch.stack(expected))
 
@@ -335,7 +352,10 @@ def test_topk_never_reads_scores_of_invisible_entries():
     visible = step.meta.visible_entries(4)
     scores[torch.arange(10) >= visible[:, None]] = float("nan")
     got = stage.ops.index_topk(scores, step.meta, topk=24, physical=False)
-    assert all(row.tolist() == list(range(int(v))) + [-1] * (24 - int(v)) for row, v in zip(got, visible, strict=True))
+    assert all(
+        row.tolist() == list(range(int(v))) + [-1] * (24 - int(v))
+        for row, v in zip(got, visible, strict=True)
+    )
 
 
 def test_index_keys_of_two_layers_keep_their_own_scales():

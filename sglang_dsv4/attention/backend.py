@@ -29,7 +29,9 @@ class SlotAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self.device = torch.device(runner.device)
-        self.requests = _expect(runner.req_to_token_pool, SlotReqToTokenPool, "KVCacheConfigurator._build_hybrid_req_pool")
+        self.requests = _expect(
+            runner.req_to_token_pool, SlotReqToTokenPool, "KVCacheConfigurator._build_hybrid_req_pool"
+        )
         self.pages = _expect(runner.token_to_kv_pool, PagePool, "KVCacheConfigurator._build_token_to_kv_pool")
         self.geometry = self.pages.geometry
         self.page_size = self.geometry.page_size
@@ -61,7 +63,9 @@ class SlotAttentionBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static tensors of captured decode steps."""
-        self._static = StaticDecode(max_bs, -(-self.context_len // self.page_size), self.page_size, self.device)
+        self._static = StaticDecode(
+            max_bs, -(-self.context_len // self.page_size), self.page_size, self.device
+        )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -123,7 +127,9 @@ class SlotAttentionBackend(AttentionBackend):
             offsets.append(offsets[-1] + n)
         tokens = fb.positions.shape[0]
         owner = torch.full((tokens,), -1, dtype=torch.int32)
-        owner[: offsets[-1]] = torch.repeat_interleave(torch.arange(len(extent), dtype=torch.int32), torch.tensor(extent))
+        owner[: offsets[-1]] = torch.repeat_interleave(
+            torch.arange(len(extent), dtype=torch.int32), torch.tensor(extent)
+        )
         snapshot_slots, snapshot_lens = self._extend_snapshots(fb)
         meta = StepMeta(
             req_rows=rows.int(),
@@ -215,10 +221,20 @@ class StaticDecode:
         self.snapshot_dst = ints(max_requests, dtype=torch.int64)
         self.none = ints(max_requests, 0)
 
-    def fill(self, meta: StepMeta, snapshots: tuple[Tensor, Tensor]) -> tuple[StepMeta, tuple[Tensor, Tensor]]:
+    def fill(
+        self, meta: StepMeta, snapshots: tuple[Tensor, Tensor]
+    ) -> tuple[StepMeta, tuple[Tensor, Tensor]]:
         """Copy a step in; returns the static views that the graph reads."""
         size = meta.num_requests
-        for name in ("req_rows", "slots", "prefix_lens", "seq_lens", "token_to_req", "positions", "page_table"):
+        for name in (
+            "req_rows",
+            "slots",
+            "prefix_lens",
+            "seq_lens",
+            "token_to_req",
+            "positions",
+            "page_table",
+        ):
             getattr(self, name)[:size].copy_(getattr(meta, name))
         self.snapshot_src[:size].copy_(snapshots[0])
         self.snapshot_dst[:size].copy_(snapshots[1])

@@ -135,10 +135,14 @@ def _flush(params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step) -
             index_codec=cache.index_codec,
         )
     else:
-        step.ops.flush_hca(params.compressor, x.kv_score, cache.tail, cache.entries, step.meta, codec=cache.codec)
+        step.ops.flush_hca(
+            params.compressor, x.kv_score, cache.tail, cache.entries, step.meta, codec=cache.codec
+        )
 
 
-def _selected(params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step, *, physical: bool) -> Tensor | None:
+def _selected(
+    params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step, *, physical: bool
+) -> Tensor | None:
     """int32 [N, K] entry ids or pool rows that each token attends to; None where there are none at all."""
     if params.ratio == 0 or step.max_seq_len < params.ratio:
         return None

@@ -69,7 +69,9 @@ class SlotStore:
         self.num_slots = num_slots
         self.windows = _bytes((geometry.num_layers, *geometry.window_pool_shape(num_slots)), device)
         csa = len(geometry.layers_of(CSA_RATIO))
-        self.overlaps = torch.zeros((csa, *geometry.overlap_shape(num_slots)), dtype=torch.float32, device=device)
+        self.overlaps = torch.zeros(
+            (csa, *geometry.overlap_shape(num_slots)), dtype=torch.float32, device=device
+        )
 
     @property
     def nbytes(self) -> int:

@@ -42,10 +42,14 @@ class PagePool(KVCache):
         return self.store.nbytes
 
     def get_key_buffer(self, layer_id: int) -> Any:
-        raise NotImplementedError("DeepSeek-V4 pages hold packed entries: read them through cache.handle.CacheHandle")
+        raise NotImplementedError(
+            "DeepSeek-V4 pages hold packed entries: read them through cache.handle.CacheHandle"
+        )
 
     get_value_buffer = get_key_buffer
     get_kv_buffer = get_key_buffer
 
     def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("DeepSeek-V4 entries are written by the flush operation, not token by token")
+        raise NotImplementedError(
+            "DeepSeek-V4 entries are written by the flush operation, not token by token"
+        )

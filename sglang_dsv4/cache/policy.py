@@ -16,7 +16,9 @@ class SnapshotPolicy:
 
     page_size: int
 
-    def positions(self, *, prefix_len: int, extend_end: int, prompt_len: int, branch: int | None) -> list[int]:
+    def positions(
+        self, *, prefix_len: int, extend_end: int, prompt_len: int, branch: int | None
+    ) -> list[int]:
         """Ascending positions in (prefix_len, extend_end] whose state this extend step must keep.
 
         branch  where cached text goes on differently, if the tree reported it: the next request that shares it

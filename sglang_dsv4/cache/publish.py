@@ -61,7 +61,9 @@ def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
     return _MambaRadixCacheV2TrackEntry(track_mask=True, track_position=track_position, track_seqlen=last)
 
 
-def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+def publish_interior_snapshots(
+    insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any
+) -> None:
     """Put waiting interior snapshots into the tree, shallow first, by the tree's own insert of an unfinished request.
 
     insert  SGLang's `checkpoint_into_tree`, called once for each; the caller inserts the last position afterwards

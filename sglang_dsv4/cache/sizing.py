@@ -66,9 +66,13 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
         self.request_rows = request_rows
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        return self._config(fit_tokens(self.geometry, available_bytes - self.geometry.tail_bytes(self.request_rows)))
+        return self._config(
+            fit_tokens(self.geometry, available_bytes - self.geometry.tail_bytes(self.request_rows))
+        )
 
-    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+    def calculate_pool_sizes_from_max_tokens(
+        self, max_total_num_tokens: int, page_size: int
+    ) -> MemoryPoolConfig:
         return self._config(max_total_num_tokens // self.geometry.page_size * self.geometry.page_size)
 
     @staticmethod

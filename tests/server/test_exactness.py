@@ -1,0 +1,178 @@
+"""Warm equals cold, through real servers: every configuration gives the cold answers of the plain one."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import urllib.request
+
+import pytest
+from workload import (
+    BRANCHES,
+    CROWD,
+    DEEP,
+    EDGES,
+    LONG,
+    PAGE,
+    SHARED,
+    Cold,
+    ask,
+    cold_answers,
+    differences,
+    same,
+    serve,
+    words,
+)
+
+from sglang_dsv4.serving import ServerError
+from sglang_dsv4.tiny import write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory):
+    with serve(model, tmp_path_factory.mktemp("log") / "plain.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cold(plain) -> Cold:
+    return cold_answers(plain.client)
+
+
+@pytest.fixture
+def client(plain, cold):
+    plain.client.flush()
+    return plain.client
+
+
+def test_repeats_around_page_boundaries_hit_all_pages_but_the_last_tokens(client, cold):
+    for request in EDGES:
+        client.flush()
+        assert same(ask(client, request), cold.answers[request.name])
+        again = ask(client, request)
+        assert same(again, cold.answers[request.name])
+        assert again.cached_tokens == PAGE * ((len(request.ids) - 1) // PAGE)
+
+
+def test_a_conversation_finds_everything_up_to_its_last_answer(client, cold):
+    previous = None
+    for request in cold.turns:
+        answer = ask(client, request)
+        assert same(answer, cold.answers[request.name])
+        if previous is not None:
+            said = len(previous.ids) + previous.answer
+            assert answer.cached_tokens >= PAGE * ((said - 1) // PAGE)
+        previous = request
+
+
+def test_a_page_aligned_prompt_serves_its_repeat_and_its_next_turn(client):
+    prompt = words("aligned", 3 * PAGE)
+    first = client.generate(prompt, 5)
+    assert client.generate(prompt, 5).cached_tokens == 2 * PAGE
+    turn = prompt + list(first.output_ids) + words("more", 9)
+    assert client.generate(turn, 3).cached_tokens == 3 * PAGE
+
+
+def test_a_branching_chat_keeps_both_its_branch_point_and_its_own_prompt(client):
+    shared = words("system", 2 * PAGE + 10)
+    client.generate(shared + words("first user", 3 * PAGE), 2)
+    second = shared + words("second user", 3 * PAGE)
+    answer = client.generate(second, 2)
+    turn = client.generate(second + list(answer.output_ids) + words("and", 5), 2)
+    assert turn.cached_tokens == PAGE * ((len(second) + 1) // PAGE)
+    third = client.generate(shared + words("third user", 40), 2)
+    assert third.cached_tokens == 2 * PAGE
+
+
+def test_branches_at_every_offset_round_a_page_and_a_block_are_exact(client, cold):
+    client.generate(SHARED, 2)
+    assert differences(client, cold, BRANCHES) == []
+    again = [ask(client, r) for r in BRANCHES]
+    assert all(same(a, cold.answers[r.name]) for r, a in zip(BRANCHES, again, strict=True))
+    assert all(
+        a.cached_tokens == PAGE * ((len(r.ids) - 1) // PAGE) for r, a in zip(BRANCHES, again, strict=True)
+    )
+
+
+def test_chunked_prompts_and_their_resumes_are_exact(client, cold):
+    assert differences(client, cold, [LONG, LONG]) == []
+    assert ask(client, LONG).cached_tokens == PAGE * ((len(LONG.ids) - 1) // PAGE)
+
+
+def test_sixteen_concurrent_requests_are_exact_twice(client, cold):
+    assert differences(client, cold, CROWD, together=True) == []
+    assert differences(client, cold, CROWD, together=True) == []
+
+
+def test_flushing_empties_the_cache(client, cold):
+    ask(client, LONG)
+    client.flush()
+    answer = ask(client, LONG)
+    assert answer.cached_tokens == 0
+    assert same(answer, cold.answers[LONG.name])
+
+
+def test_an_abort_in_mid_prompt_leaves_nothing_behind(client, cold, plain):
+    def doomed() -> None:
+        try:
+            client.generate(words("doomed", 3000), 50)
+        except ServerError:
+            pass
+
+    threads = [threading.Thread(target=doomed) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    client.abort_all()
+    for thread in threads:
+        thread.join()
+    assert differences(client, cold, [*DEEP, LONG]) == []
+    client.flush()
+    assert plain.process.poll() is None
+
+
+def test_the_startup_line_adds_up_to_the_bytes_of_the_tensors(plain):
+    line = next(x for x in plain.log.read_text().splitlines() if "DeepSeek-V4 slot cache" in x)
+    pages, slots, tails, total = (int(n) for n in re.findall(r"(\d+) bytes(?! each)", line))
+    assert pages + slots + tails == total
+    assert "128 pages of 128 tokens" in line and "160 slots" in line
+
+
+def test_the_memory_metric_counts_the_pools(plain):
+    with urllib.request.urlopen(f"{plain.url}/server_info", timeout=30) as response:
+        info = json.loads(response.read())
+    usage = info["internal_states"][0]["memory_usage"]
+    assert usage["kvcache"] > 0
+
+
+CONFIGURATIONS = {
+    "few pages and few slots": (
+        (),
+        {},
+        {"max_total_tokens": 2048, "max_mamba_cache_size": 40, "max_running_requests": 8},
+    ),
+    "forced retraction": ((), {"SGLANG_TEST_RETRACT": "1"}, {}),
+    "overlap scheduling off": (("--disable-overlap-schedule",), {}, {}),
+    "radix cache off": (("--disable-radix-cache",), {}, {}),
+    "page of 256 tokens": (("--page-size", "256"), {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_configuration_gives_the_cold_answers(name, model, cold, tmp_path):
+    args, env, limits = CONFIGURATIONS[name]
+    with serve(model, tmp_path / "server.log", *args, env=env, **limits) as server:
+        client = server.client
+        assert differences(client, cold, [*DEEP, *BRANCHES[::3], *EDGES, LONG, *cold.turns]) == []
+        assert differences(client, cold, [*CROWD, *DEEP], together=True) == []
+        assert differences(client, cold, [LONG, *CROWD, *cold.turns], together=True) == []
+        hits = ask(client, LONG).cached_tokens
+        assert (hits == 0) == (name == "radix cache off")
+        client.flush()
