@@ -1,0 +1,253 @@
+// sm_90a instructions: warpgroup matrix products, mbarriers, clusters. On other targets the bodies vanish, so that
+// every kernel compiles everywhere; the host never launches a Hopper kernel on another device.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define DSV4_HOPPER 1
+#else
+#define DSV4_HOPPER 0
+#endif
+
+namespace dsv4 {
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Named barrier of `threads` threads; id 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+namespace hopper {
+
+// Makes shared memory written by ordinary stores visible to the tensor cores' own loads.
+__device__ __forceinline__ void fence_async_shared() {
+#if DSV4_HOPPER
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// ---- mbarriers ----
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, unsigned arrivals) {
+#if DSV4_HOPPER
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void mbarrier_init_fence() {
+#if DSV4_HOPPER
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+#if DSV4_HOPPER
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
+// Arrives when all copy_async16 that this thread has issued are complete.
+__device__ __forceinline__ void mbarrier_arrive_copied(uint64_t* barrier) {
+#if DSV4_HOPPER
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+// Waits for the phase of this parity to complete.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, unsigned parity) {
+#if DSV4_HOPPER
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// ---- clusters ----
+
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned rank = 0;
+#if DSV4_HOPPER
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+#if DSV4_HOPPER
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Address in the shared memory of another block of the cluster.
+__device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
+  unsigned remote = 0;
+#if DSV4_HOPPER
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+#endif
+  return remote;
+}
+
+__device__ __forceinline__ float4 cluster_load4(unsigned address) {
+  float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#if DSV4_HOPPER
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return v;
+}
+
+__device__ __forceinline__ float cluster_load(unsigned address) {
+  float v = 0.0f;
+#if DSV4_HOPPER
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+#endif
+  return v;
+}
+
+__device__ __forceinline__ void cluster_store(unsigned address, int value) {
+#if DSV4_HOPPER
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ int cluster_fetch_add(unsigned address, int value) {
+  int before = 0;
+#if DSV4_HOPPER
+  asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
+#endif
+  return before;
+}
+
+// ---- register budget of a warpgroup ----
+
+template <int kRegisters>
+__device__ __forceinline__ void raise_registers() {
+#if DSV4_HOPPER
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void lower_registers() {
+#if DSV4_HOPPER
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
+// ---- warpgroup matrix products ----
+//
+// Operands in shared memory are panels of 128-byte rows whose 16-byte units are XORed with row % 8, each panel aligned
+// to 1024 bytes. A panel's rows are keys or heads; along a row run 64 bf16 or 128 e4m3 channels. Read "row-wise" (the
+// product sums over channels) a descriptor steps 1024 bytes per 8 rows; read "column-wise" (it sums over rows) it also
+// steps `panel_stride` bytes per 64 channels.
+__device__ __forceinline__ uint64_t panel_descriptor(unsigned address, unsigned panel_stride = 16) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | (uint64_t{1024 >> 4} << 32) | (static_cast<uint64_t>(panel_stride >> 4) << 16) |
+         static_cast<uint64_t>((address & 0x3ffffu) >> 4);
+}
+
+// Byte offset of a 16-byte unit in a panel.
+__device__ __forceinline__ unsigned panel_offset(unsigned row, unsigned unit) {
+  return row * 128 + ((unit ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+#if DSV4_HOPPER
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wgmma_commit() {
+#if DSV4_HOPPER
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+#if DSV4_HOPPER
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// Tells the compiler that a product in flight writes these registers, so that it moves no access across this point.
+template <int kCount>
+__device__ __forceinline__ void wgmma_registers(float (&d)[kCount]) {
+#if DSV4_HOPPER
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+#endif
+}
+
+#define DSV4_D8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+// d[64 x 64] (+)= a[64 x 32] b[64 x 32]^T, e4m3, a in registers.
+__device__ __forceinline__ void wgmma_e4m3_64x64x32(float (&d)[32], const unsigned (&a)[4], uint64_t b, bool add) {
+#if DSV4_HOPPER
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1;\n"
+      "}"
+      : DSV4_D8(d, 0), DSV4_D8(d, 8), DSV4_D8(d, 16), DSV4_D8(d, 24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+#endif
+}
+
+// d[64 x 64] (+)= a[64 x 16] b[64 x 16]^T, bf16, both in shared memory, both read row-wise.
+__device__ __forceinline__ void wgmma_bf16_64x64x16(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+#if DSV4_HOPPER
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;\n"
+      "}"
+      : DSV4_D8(d, 0), DSV4_D8(d, 8), DSV4_D8(d, 16), DSV4_D8(d, 24)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+#endif
+}
+
+// d[64 x 256] += a[64 x 16] b[16 x 256], bf16, both in shared memory, a read row-wise, b column-wise.
+__device__ __forceinline__ void wgmma_bf16_64x256x16(float (&d)[128], uint64_t a, uint64_t b) {
+#if DSV4_HOPPER
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, 1, 1, 1, 0, 1;\n"
+      : DSV4_D8(d, 0), DSV4_D8(d, 8), DSV4_D8(d, 16), DSV4_D8(d, 24), DSV4_D8(d, 32), DSV4_D8(d, 40), DSV4_D8(d, 48),
+        DSV4_D8(d, 56), DSV4_D8(d, 64), DSV4_D8(d, 72), DSV4_D8(d, 80), DSV4_D8(d, 88), DSV4_D8(d, 96),
+        DSV4_D8(d, 104), DSV4_D8(d, 112), DSV4_D8(d, 120)
+      : "l"(a), "l"(b));
+#endif
+}
+
+#undef DSV4_D8
+
+}  // namespace hopper
+}  // namespace dsv4

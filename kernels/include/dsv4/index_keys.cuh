@@ -1,0 +1,273 @@
+// Indexer keys as operands of a matrix product.
+//
+// Four threads (a quad) share a key. A thread loads its share of a row straight from the pool and turns it into operand
+// registers; keys never pass through shared memory. That the registers then hold the channels in an order of their own
+// does no harm as long as the query's image in shared memory has the same order: `column()` gives it.
+//
+// A key's common factor leaves the product (relu(f x) = f relu(x) for f > 0), so what is multiplied are codes:
+//   MXFP4  code * 2^(its scale - the row's largest scale), the factor is the largest scale
+//   FP8    code, the factor is the row's float32 scale
+// On Hopper the operands are e4m3, elsewhere bf16. In e4m3 the codes of an MXFP4 row are exact while its scales lie
+// within 2^14 of each other; smaller channels are rounded to 2^-23 of the largest possible one, as the sum would do.
+#pragma once
+
+#include "dsv4/codecs.cuh"
+#include "dsv4/mma.cuh"
+
+namespace dsv4 {
+
+constexpr int kKeyTile = 64;  // keys per step of a team of four warps; 16 a warp
+
+// One thread's share of keys `row` and `row + 8` of a warp's 16.
+template <typename Layout>
+struct KeyShare;
+
+template <>
+struct KeyShare<IndexFp4> {
+  uint4 data[2];  // channels 32 t .. 32 t + 31, t the thread's place in its quad
+  unsigned scale[2];
+
+  __device__ __forceinline__ void load(const RowPool<IndexFp4>& pool, int64_t first, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = first + (lane >> 2) + 8 * i;
+      data[i] = load_once16(pool.data(row) + 16 * (lane & 3));
+      scale[i] = load_once4(pool.scale(row));
+    }
+  }
+};
+
+template <>
+struct KeyShare<IndexFp8> {
+  uint4 data[2][2];  // [key][half of the row]: channels 64 half + 16 t .. + 15
+  unsigned scale[2];
+
+  __device__ __forceinline__ void load(const RowPool<IndexFp8>& pool, int64_t first, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = first + (lane >> 2) + 8 * i;
+      const uint8_t* source = pool.data(row) + 16 * (lane & 3);
+      data[i][0] = load_once16(source);
+      data[i][1] = load_once16(source + 64);
+      scale[i] = load_once4(pool.scale(row));
+    }
+  }
+};
+
+__device__ __forceinline__ unsigned word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+__device__ __forceinline__ int largest_byte(unsigned word) {
+  return max(max(word & 255u, (word >> 8) & 255u), max((word >> 16) & 255u, word >> 24));
+}
+
+// 2^exponent, subnormal results included.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  const int field = exponent + 127;
+  return __uint_as_float(field > 0 ? static_cast<unsigned>(field) << 23 : field > -23 ? 1u << (22 + field) : 0u);
+}
+
+// The e4m3 codes of {0, .5, 1, 1.5, 2, 3, 4, 6} * 2^(d - 6), low and high four.
+__device__ __forceinline__ uint2 scaled_e2m1_codes(int d) {
+  if (d >= 1) return make_uint2(0x0c080000u + 0x08080800u * d, 0x1c181410u + 0x08080808u * d);
+  const float unit = power_of_two(d - 6);  // the codes become subnormal: let the conversion round
+  return make_uint2(e4m3_encode4(0.0f, 0.5f * unit, unit, 1.5f * unit),
+                    e4m3_encode4(2.0f * unit, 3.0f * unit, 4.0f * unit, 6.0f * unit));
+}
+
+// ---- e4m3 operands (Hopper): a[k-step of 32][register] ----
+
+constexpr int kLargestShift = 12;  // 6 * 2^(12 - 6) = 384, the largest product of a code that e4m3 holds
+
+__device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp4>& key, int lane, unsigned (&a)[4][4],
+                                             float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int largest = largest_byte(key.scale[i]);
+    const int own = (key.scale[i] >> (8 * (lane & 3))) & 255;
+    const uint2 codes = scaled_e2m1_codes(kLargestShift - largest + own);
+    factor[i] = power_of_two(largest - kUe8m0Bias + 6 - kLargestShift);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const unsigned word = word_of(key.data[i], s);
+      const unsigned even_signs = word << 4;  // bit 7 of a byte is the sign of its low nibble; in `word`, of its high one
+      const unsigned low = __byte_perm(codes.x, codes.y, word & 0x7777u);
+      const unsigned high = __byte_perm(codes.x, codes.y, (word >> 16) & 0x7777u);
+      a[s][i] = low | (__byte_perm(even_signs, word, 0x5140) & 0x80808080u);
+      a[s][2 + i] = high | (__byte_perm(even_signs, word, 0x7362) & 0x80808080u);
+    }
+  }
+}
+
+__device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp8>& key, int, unsigned (&a)[4][4],
+                                             float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    factor[i] = __uint_as_float(key.scale[i]);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      a[s][i] = word_of(key.data[i][s >> 1], 2 * (s & 1));
+      a[s][2 + i] = word_of(key.data[i][s >> 1], 2 * (s & 1) + 1);
+    }
+  }
+}
+
+// ---- bf16 operands: a[k-step of 16][register] ----
+
+__device__ __forceinline__ void operand_bf16(const KeyShare<IndexFp4>& key, int lane, unsigned (&a)[8][4],
+                                             float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int largest = largest_byte(key.scale[i]);
+    const int own = (key.scale[i] >> (8 * (lane & 3))) & 255;
+    factor[i] = power_of_two(largest - kUe8m0Bias);
+    // The three code bits at the bottom of exponent and mantissa read as 2^-126 of the value.
+    const unsigned shift = power_bf16(max(126 + own - largest, -126));
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const unsigned w = word_of(key.data[i], s);
+      const unsigned pairs[4] = {
+          ((w << 6) & 0x01c001c0u) | ((w << 12) & 0x80008000u), ((w << 2) & 0x01c001c0u) | ((w << 8) & 0x80008000u),
+          ((w >> 2) & 0x01c001c0u) | ((w << 4) & 0x80008000u), ((w >> 6) & 0x01c001c0u) | (w & 0x80008000u)};
+#pragma unroll
+      for (int p = 0; p < 4; ++p) a[2 * s + p / 2][i + 2 * (p & 1)] = multiply_bf16(pairs[p], shift);
+    }
+  }
+}
+
+__device__ __forceinline__ void operand_bf16(const KeyShare<IndexFp8>& key, int, unsigned (&a)[8][4],
+                                             float (&factor)[2]) {
+  const unsigned shift = power_bf16(kE4m3Shift);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    factor[i] = __uint_as_float(key.scale[i]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const unsigned word = word_of(key.data[i][half], j);
+        a[4 * half + j][i] = multiply_bf16(e4m3_as_bf16<false>(word), shift);
+        a[4 * half + j][2 + i] = multiply_bf16(e4m3_as_bf16<true>(word), shift);
+      }
+    }
+  }
+}
+
+// ---- the query's image ----
+
+constexpr int kMaxHeads = 64;
+
+// Bytes of one query's image: a row of 128 channels per head, 16-byte units XORed with head % 8.
+template <bool kHopper>
+constexpr int kImageBytes = kMaxHeads * kIndexDim * (kHopper ? 1 : 2);
+
+// Byte offset in the image of channel `c` of a head, c a multiple of 4 (FP8 rows: of 2 on bf16 operands).
+template <typename Layout>
+__device__ __forceinline__ int e4m3_image_offset(int head, int c) {
+  int column;
+  if constexpr (Layout::kScaleBytes == 4 && Layout::kDataBytes == kIndexDim / 2) {
+    column = 32 * ((c & 31) >> 3) + 16 * ((c >> 2) & 1) + 4 * (c >> 5);
+  } else {
+    const int word = (c & 15) >> 2;
+    column = 32 * (2 * (c >> 6) + (word >> 1)) + 16 * (word & 1) + 4 * ((c & 63) >> 4);
+  }
+  return head * 128 + ((((column >> 4) ^ head) & 7) << 4) + (column & 15);
+}
+
+// Element of channel `c` in a head's row of the bf16 image.
+template <typename Layout>
+__device__ __forceinline__ int bf16_column(int c) {
+  if constexpr (Layout::kDataBytes == kIndexDim / 2) {
+    const int thread = c >> 5, word = (c & 31) >> 3, nibble = c & 7, pair = nibble & 3;
+    return 16 * (2 * word + (pair >> 1)) + 8 * (pair & 1) + 2 * thread + (nibble >> 2);
+  }
+  const int half = c >> 6, thread = (c & 63) >> 4, word = (c & 15) >> 2, byte = c & 3;
+  return 16 * (4 * half + word) + 8 * (byte >> 1) + 2 * thread + (byte & 1);
+}
+__device__ __forceinline__ int bf16_image_offset(int head, int column) {
+  return head * 256 + (((column >> 3) ^ (head & 7)) << 4) + 2 * (column & 7);
+}
+
+// One warp writes a head's row: lane l holds channels 4 l .. 4 l + 3. Returns the factor that goes into the head's
+// weight: dividing by it makes the channels codes again, exactly, if they were rounded as keys are.
+template <typename Layout, bool kHopper>
+__device__ __forceinline__ float write_image_row(uint8_t* image, int head, int lane, float4 x) {
+  float amax = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+#pragma unroll
+  for (int step = 16; step; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));
+  float scale, code[4] = {x.x, x.y, x.z, x.w};
+  if constexpr (Layout::kDataBytes == kIndexDim / 2) {
+    // A power of two that puts the largest channel into (224, 448].
+    const int exponent = ue8m0_ceil<8, 0x600000u>(fmaxf(amax, 1e-30f));
+    scale = ue8m0_decode(exponent);
+#pragma unroll
+    for (float& value : code) value *= ue8m0_inverse(exponent);
+  } else {
+    scale = fmaxf(amax, kFp8AmaxFloor) / kE4m3Max;
+#pragma unroll
+    for (float& value : code) value /= scale;
+  }
+  const int c = 4 * lane;
+  if constexpr (kHopper) {
+    *reinterpret_cast<unsigned*>(image + e4m3_image_offset<Layout>(head, c)) =
+        e4m3_encode4(code[0], code[1], code[2], code[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      *reinterpret_cast<__nv_bfloat16*>(image + bf16_image_offset(head, bf16_column<Layout>(c + i))) =
+          __float2bfloat16_rn(code[i]);
+    }
+  }
+  return scale;
+}
+
+// ---- scores of 16 keys a warp ----
+
+// sum[i] of keys lane / 4 + 8 i over the heads, in every thread of a quad.
+__device__ __forceinline__ void weigh(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
+  sum[0] = sum[1] = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[0] = fmaf(fmaxf(dots[4 * j + i], 0.0f), weight[2 * j + i], sum[0]);
+      sum[1] = fmaf(fmaxf(dots[4 * j + 2 + i], 0.0f), weight[2 * j + i], sum[1]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sum[i] += __shfl_xor_sync(kFullMask, sum[i], 1);
+    sum[i] += __shfl_xor_sync(kFullMask, sum[i], 2);
+  }
+}
+
+// The weights of a thread's heads 8 j + 2 (lane % 4) and the next.
+__device__ __forceinline__ void load_weights(const float* weights, int lane, float (&weight)[16]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 pair = *reinterpret_cast<const float2*>(weights + 8 * j + 2 * (lane & 3));
+    weight[2 * j] = pair.x;
+    weight[2 * j + 1] = pair.y;
+  }
+}
+
+// dots[16 keys of the warp x 64 heads] with the bf16 image at shared address `image`.
+__device__ __forceinline__ void multiply_image(const unsigned (&a)[8][4], unsigned image, int lane, float (&dots)[32]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const int head = 8 * j + (lane & 7);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      unsigned b[4];  // k-steps 2 k and 2 k + 1
+      load_matrices(b, image + head * 256 + (((4 * k + (lane >> 3)) ^ (head & 7)) << 4));
+      mma_bf16(d, a[2 * k], b[0], b[1]);
+      mma_bf16(d, a[2 * k + 1], b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dots[4 * j + i] = d[i];
+  }
+}
+
+}  // namespace dsv4
