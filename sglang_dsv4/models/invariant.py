@@ -51,6 +51,11 @@ def _round_to_grid(x: Tensor, magnet: Tensor) -> Tensor:
     return (x + magnet).sub_(magnet)
 
 
+def round_rows(x: Tensor, bits: int) -> Tensor:
+    """float64 `[..., K]`: rows rounded to `bits` bits relative to each row's largest magnitude."""
+    return _round_to_grid(x, _magnet(x, bits))
+
+
 def grid_rows(x: Tensor) -> GridRows:
     """Rounds float rows `[..., K]` to 24 bits relative to each row's largest magnitude."""
     return GridRows(_round_to_grid(x, _magnet(x, _ROW_BITS)))

@@ -27,6 +27,7 @@ from sglang_dsv4.geometry import (
 )
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.checks import FLOATS, Check
+from sglang_dsv4.models.invariant import exp, ordered_sum, rms_norm
 from sglang_dsv4.ops.meta import StepMeta
 
 
@@ -163,15 +164,14 @@ def _keep_csa_state(x: Tensor, overlap: Tensor, tail: Tensor, meta: StepMeta) ->
 
 
 def _pool(c: Tensor, z: Tensor) -> Tensor:
-    """float32 [E, c] of [E, rows, c]: softmax over the rows per channel, in float64 and rounded once."""
-    return (torch.softmax(z.double(), dim=1) * c.double()).sum(dim=1).float()
+    """float32 [E, c] of [E, rows, c]: softmax over the rows per channel, float64 in row order, rounded once."""
+    weights = exp(z.double() - z.amax(dim=1, keepdim=True).double())
+    return (ordered_sum(weights * c, 1) / ordered_sum(weights, 1)).float()
 
 
 def _finish(pooled: Tensor, params: CompressorParams, start: Tensor) -> Tensor:
     """float32 [E, c]: RMS norm, then rotation of the last 64 channels at the block's first position."""
-    x = pooled.double()
-    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + params.eps)
-    return rotate((x * params.norm_weight.double()).float(), params.rope[start])
+    return rotate(rms_norm(pooled, params.norm_weight, params.eps), params.rope[start])
 
 
 def rotate(x: Tensor, rope: Tensor, *, inverse: bool = False) -> Tensor:
@@ -232,12 +232,14 @@ def flush_csa_cuda(
     )
     check.pool("entries", entries, MAIN_FP8)
     check.pool("index_keys", index_keys, index_codec.layout)
+    main_weights = _check_compressor(check, "main", main, CSA_RATIO, HEAD_DIM, 2)
+    index_weights = _check_compressor(check, "index", index, CSA_RATIO, INDEX_DIM, 2)
     launch = jit.function("flush_csa", "flush_csa", check.cuda())
     launch(
         main_kv_score,
-        *_check_compressor(check, "main", main, CSA_RATIO, HEAD_DIM, 2),
+        *main_weights,
         index_kv_score,
-        *_check_compressor(check, "index", index, CSA_RATIO, INDEX_DIM, 2),
+        *index_weights,
         overlap,
         tail,
         entries,

@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.formats import RowCodec
-from sglang_dsv4.geometry import CSA_RATIO, INDEX_DIM
+from sglang_dsv4.geometry import CSA_RATIO, INDEX_DIM, INDEX_FP4, INDEX_FP8
+from sglang_dsv4.models.invariant import ordered_sum
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.meta import StepMeta
 
 # Keys are multiplied in whole tiles so that a score does not depend on how many keys stand beside it.
 KEY_TILE = 64
 QUERY_TILE = 64
+# The kernel: heads of a query's image, and the tokens up to which it treats a step as decode.
+MAX_HEADS = 64
+FEW_TOKENS = 1024
+FEW_TOKENS_PER_REQUEST = 8
 
 
 def index_scores(
@@ -43,7 +50,55 @@ def index_scores(
             stop = min(start + QUERY_TILE, last)
             dots = (q[start:stop].double().reshape(-1, INDEX_DIM) @ keys.T).relu_()
             dots = dots.view(stop - start, q.shape[1], -1) * weights[start:stop, :, None].double()
-            scores = dots.sum(dim=1)[:, :count].float()
+            scores = ordered_sum(dots, 1)[:, :count].float()
             hidden = torch.arange(count, device=meta.device) >= visible[start:stop, None]
             out[start:stop, :count] = scores.masked_fill(hidden, float("-inf"))
+    return out
+
+
+def index_scores_cuda(
+    q: Tensor,
+    weights: Tensor,
+    index_keys: Tensor,
+    meta: StepMeta,
+    *,
+    codec: RowCodec,
+    max_entries: int,
+    portable: bool = False,
+) -> Tensor:
+    """CUDA face of `index_scores`: MXFP4 and FP8 keys, at most 64 heads, `q` bfloat16 or float32.
+
+    Columns past a token's visible entries are left unwritten (`index_topk` never reads them): the width of a
+    captured graph is its longest context. `q` must be rounded as keys are: it is multiplied as codes. On Hopper
+    sums have the tensor cores' e4m3 accumulation (relative error about 2^-12 of the largest product); elsewhere,
+    and with `portable`, products of bf16 are summed in float32.
+    Decode is one launch without workspace. A step of more than 8 tokens a request on average, or of more than 1,024
+    tokens, is two launches and allocates 8.25 KiB a token (16.25 KiB with `portable`).
+    Raises ValueError for an argument that the kernel cannot take.
+    """
+    check = Check("index_scores")
+    check.codec("codec", codec, (INDEX_FP4, INDEX_FP8))
+    fields = check.meta(meta)
+    check.tensor("q", q, FLOATS, ("tokens", "heads", INDEX_DIM), strided=1, align=16)
+    check.tensor("weights", weights, torch.float32, ("tokens", "heads"), strided=1)
+    check.pool("index_keys", index_keys, codec.layout)
+    if not 0 < q.shape[1] <= MAX_HEADS:
+        raise check.fail("q", f"of {q.shape[1]} heads", f"of 1 to {MAX_HEADS} heads")
+    if not 0 < max_entries < 2**31 - 256:
+        raise check.fail("max_entries", repr(max_entries), "a positive number of entries below 2^31 - 256")
+    if index_keys.shape[0] == 0:
+        raise check.fail("index_keys", "an empty pool", "a pool of at least one group")
+    device = check.cuda()
+    tokens = meta.num_tokens
+    # Rows start at 16-byte addresses, for index_topk's loads.
+    out = q.new_empty((tokens, -(-max_entries // 4) * 4), dtype=torch.float32)[:, :max_entries]
+    if tokens == 0:
+        return out
+    hopper = not portable and jit.architecture(device) == "90a"
+    many = tokens > FEW_TOKENS or tokens > FEW_TOKENS_PER_REQUEST * meta.num_requests
+    rows = tokens if many else 0
+    images = q.new_empty((rows, MAX_HEADS * INDEX_DIM * (1 if hopper else 2)), dtype=torch.uint8)
+    image_weights = q.new_empty((rows, MAX_HEADS), dtype=torch.float32)
+    run = jit.function("index_scores", "index_scores", device)
+    run(q, weights, index_keys, out, images, image_weights, codec.layout == INDEX_FP4, hopper, *fields)
     return out

@@ -5,14 +5,23 @@ Reads the window pool and the entry pages; writes nothing but its result.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from sglang_dsv4.formats import RowCodec
-from sglang_dsv4.ops.flush import rotate
+from sglang_dsv4.geometry import GROUP_ROWS, HEAD_DIM, MAIN_FP8, ROPE_DIM, WINDOW
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.checks import Check
+from sglang_dsv4.ops.exact_attention import attend
 
 # Queries are processed in slices of bounded memory: a slice holds this many decoded rows.
 ROW_BUDGET = 1 << 15
+# The Hopper kernel: heads of a block, blocks of a cluster.
+BLOCK_HEADS = 64
+CLUSTERS = (1, 2, 4, 8)
+MAX_SPLITS = 32
 
 
 def sparse_attention(
@@ -47,27 +56,94 @@ def sparse_attention(
         if entries is not None and entry_rows is not None:
             keys.append(codec.gather(entries, entry_rows[part].long()))
             valid.append(entry_rows[part] >= 0)
-        out[part] = attend(
-            q[part], torch.cat(keys, 1), torch.cat(valid, 1), sink, rope[positions[part]], scale=scale
-        )
+        out[part] = attend(q[part], torch.cat(keys, 1), torch.cat(valid, 1), sink, rope[positions[part]], scale=scale)
     return out
 
 
-def attend(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, rope: Tensor, *, scale: float) -> Tensor:
-    """float [n, H, 512] in q's dtype, accumulated in float64 and rounded once.
+@functools.cache
+def split_hopper(tokens: int, heads: int, columns: int, multiprocessors: int) -> tuple[int, int]:
+    """Blocks of a cluster and clusters that share a query's tiles of 64 columns, decided by shapes alone.
 
-    q float [n, H, 512]; keys float [n, K, 512]; valid bool [n, K]; sink float32 [H]; rope float32 [n, 64]
+    Costs are in tiles: a block starts up for about one and a half, a cluster exchanges for about one.
     """
-    keys = torch.where(valid[..., None], keys.double(), 0.0)
-    logits = torch.matmul(q.double(), keys.transpose(1, 2)) * scale
-    logits = logits.masked_fill(~valid[:, None, :], float("-inf"))
-    sinks = sink.double()[None, :, None]
-    top = torch.maximum(logits.amax(dim=-1, keepdim=True), sinks)
-    # All masked and a sink of -inf leaves no finite maximum; the weights below are then exactly zero.
-    top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-    weights = torch.exp(logits - top)
-    drain = torch.exp(torch.where(sinks == float("inf"), torch.full_like(top, float("inf")), sinks - top))
-    total = weights.sum(dim=-1, keepdim=True) + drain
-    weights = torch.where(total > 0, weights / total, torch.zeros_like(weights))
-    out = torch.matmul(weights, keys).float()
-    return rotate(out, rope[:, None, :], inverse=True).to(q.dtype)
+    blocks = tokens * -(-heads // BLOCK_HEADS)
+    tiles = -(-columns // GROUP_ROWS)
+
+    def cost(parts: int) -> float:
+        return -(-blocks * parts // multiprocessors) * (-(-tiles // parts) + 1.5 + (parts > 1))
+
+    parts = min(CLUSTERS, key=cost)
+    groups = 1
+    if parts == CLUSTERS[-1]:
+        groups = max(1, min(multiprocessors // (blocks * parts), tiles // (4 * parts), MAX_SPLITS))
+    return parts, groups
+
+
+@functools.cache
+def split_portable(tokens: int, heads: int, columns: int, multiprocessors: int) -> int:
+    """Blocks that share a query's tiles of 64 columns."""
+    blocks = tokens * -(-heads // (BLOCK_HEADS // 2))
+    return max(1, min(2 * multiprocessors // max(blocks, 1), -(-columns // GROUP_ROWS), MAX_SPLITS))
+
+
+def sparse_attention_cuda(
+    q: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    entries: Tensor | None,
+    entry_rows: Tensor | None,
+    sink: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    codec: RowCodec,
+    portable: bool = False,
+) -> Tensor:
+    """CUDA face of `sparse_attention`: bfloat16 queries, FP8 rows, `scale` positive.
+
+    One launch without workspace, unless few queries attend to very many columns: then clusters leave partial
+    results (2,056 B a query, head and cluster) that a second launch combines. `portable` takes the kernel of the
+    devices before Hopper, which splits that way at every small batch. Both are deterministic.
+    Raises ValueError for an argument that the kernel cannot take.
+    """
+    check = Check("sparse_attention")
+    check.codec("codec", codec, (MAIN_FP8,))
+    check.tensor("q", q, torch.bfloat16, ("tokens", "heads", HEAD_DIM), strided=1, align=16)
+    check.pool("window", window, MAIN_FP8)
+    check.tensor("window_rows", window_rows, (torch.int32, torch.int64), ("tokens", WINDOW), strided=1)
+    if (entries is None) != (entry_rows is None):
+        raise check.fail("entry_rows", "None" if entry_rows is None else "given", "given exactly with entries")
+    if entries is None or entry_rows is None:
+        entries, entry_rows = window, q.new_empty((q.shape[0], 0), dtype=torch.int32)
+    check.pool("entries", entries, MAIN_FP8)
+    check.tensor("entry_rows", entry_rows, torch.int32, ("tokens", None), strided=1)
+    check.tensor("sink", sink, torch.float32, ("heads",))
+    check.tensor("rope", rope, torch.float32, (None, ROPE_DIM), align=16)
+    check.tensor("positions", positions, torch.int64, ("tokens",))
+    if not scale > 0:
+        raise check.fail("scale", repr(scale), "positive")
+    device = check.cuda()
+    out = q.new_empty(q.shape)
+    if not out.numel():
+        return out
+    tokens, heads = q.shape[:2]
+    shape = (tokens, heads, WINDOW + entry_rows.shape[1], _multiprocessors(device))
+    if not portable and jit.architecture(device) == "90a":
+        parts, splits = split_hopper(*shape)
+    else:
+        parts, splits = 0, split_portable(*shape)
+    room = splits if splits > 1 else 0
+    partial = q.new_empty((tokens, heads, room, HEAD_DIM), dtype=torch.float32)
+    partial_stat = q.new_empty((tokens, heads, room, 2), dtype=torch.float32)
+    run = jit.function("sparse_attention", "sparse_attention", device)
+    run(
+        q, window, window_rows, entries, entry_rows, sink, rope, positions, out, partial, partial_stat,
+        scale, parts, splits,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -8,7 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dsv4.ops.sparse_attention import ROW_BUDGET, attend
+from sglang_dsv4.geometry import HEAD_DIM, ROPE_DIM
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.checks import Check
+from sglang_dsv4.ops.exact_attention import attend
+
+# Neighbouring queries share most of their rows: this many are attended together, over the union of those rows.
+QUERY_TILE = 64
 
 
 def sparse_prefill(
@@ -22,10 +28,47 @@ def sparse_prefill(
     sink       float32 [H]; rope float32 [positions, 64]; positions int64 [N]
     """
     out = torch.empty_like(q)
-    step = max(1, ROW_BUDGET // max(1, indices.shape[1]))
-    for start in range(0, q.shape[0], step):
-        part = slice(start, start + step)
+    for start in range(0, q.shape[0], QUERY_TILE):
+        part = slice(start, start + QUERY_TILE)
         picked = indices[part].long()
-        keys = workspace[picked.clamp(min=0)].float()
-        out[part] = attend(q[part], keys, picked >= 0, sink, rope[positions[part]], scale=scale)
+        present = picked >= 0
+        rows, where = torch.unique(picked[present], return_inverse=True)
+        valid = torch.zeros(picked.shape[0], max(1, rows.numel()), dtype=torch.bool, device=q.device)
+        valid[present.nonzero()[:, 0], where] = True
+        keys = workspace[rows] if rows.numel() else workspace.new_zeros(1, workspace.shape[1])
+        out[part] = attend(q[part], keys, valid, sink, rope[positions[part]], scale=scale)
+    return out
+
+
+def sparse_prefill_cuda(
+    q: Tensor,
+    workspace: Tensor,
+    indices: Tensor,
+    sink: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    portable: bool = False,
+) -> Tensor:
+    """CUDA face of `sparse_prefill`: bfloat16, one launch, no workspace of its own; `scale` positive.
+
+    `portable` takes the kernel of the devices before Hopper. Raises ValueError for an argument that the kernel
+    cannot take.
+    """
+    check = Check("sparse_prefill")
+    check.tensor("q", q, torch.bfloat16, ("tokens", "heads", HEAD_DIM), strided=1, align=16)
+    check.tensor("workspace", workspace, torch.bfloat16, (None, HEAD_DIM), strided=1, align=16)
+    check.tensor("indices", indices, torch.int32, ("tokens", None), strided=1)
+    check.tensor("sink", sink, torch.float32, ("heads",))
+    check.tensor("rope", rope, torch.float32, (None, ROPE_DIM), align=16)
+    check.tensor("positions", positions, torch.int64, ("tokens",))
+    if not scale > 0:
+        raise check.fail("scale", repr(scale), "positive")
+    device = check.cuda()
+    out = q.new_empty(q.shape)
+    if out.numel():
+        hopper = not portable and jit.architecture(device) == "90a"
+        run = jit.function("sparse_prefill", "sparse_prefill", device)
+        run(q, workspace, indices, sink, rope, positions, out, scale, hopper)
     return out
