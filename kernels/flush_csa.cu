@@ -84,13 +84,13 @@ __device__ __forceinline__ void finish_entry(float (&x)[4], const Compressor& we
   const int channel = 4 * (is_main ? thread : thread - kMainThreads);
   const int width = is_main ? kHeadDim : kIndexDim;
 
-  float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
+  float squares = warp_sum(fmaf(x[0], x[0], fmaf(x[1], x[1], fmaf(x[2], x[2], __fmul_rn(x[3], x[3])))));
   if (lane == 0) partial[thread >> 5] = squares;
   __syncthreads();
   if (is_main) squares = (partial[0] + partial[1]) + (partial[2] + partial[3]);
   const float scale = 1.0f / sqrtf(squares / static_cast<float>(width) + weights.eps);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = x[i] * scale * weights.weight(channel + i);
+  for (int i = 0; i < 4; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], scale), weights.weight(channel + i));
   if (channel >= width - kRopeDim) {
     const int pair = (channel - (width - kRopeDim)) / 2;
     rotate_pair(weights, position, pair, x[0], x[1]);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void finish_entry(float (&x)[4], const Compressor& we
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    x[i] *= 0.08838834764831845f;  // 1 / sqrt(128)
+    x[i] = __fmul_rn(x[i], 0.08838834764831845f);  // 1 / sqrt(128)
     amax = fmaxf(amax, fabsf(x[i]));
   }
   constexpr bool kIsFp4 = IndexLayout::kDataBytes == IndexFp4::kDataBytes;

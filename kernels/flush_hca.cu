@@ -105,7 +105,8 @@ __device__ __forceinline__ void make_entry(Shared& shared, const Input<T>& input
       } else {
         const float top = fmaxf(pooled[i].max, part.max);
         const float a = expf(pooled[i].max - top), b = expf(part.max - top);
-        pooled[i] = {top, pooled[i].sum * a + part.sum * b, pooled[i].value * a + part.value * b};
+        pooled[i] = {top, fmaf(part.sum, b, __fmul_rn(pooled[i].sum, a)),
+                     fmaf(part.value, b, __fmul_rn(pooled[i].value, a))};
       }
     }
   }
@@ -143,7 +144,8 @@ __device__ __forceinline__ void make_entry(Shared& shared, const Input<T>& input
 
   const int channel = slice * kChannels + thread;
   if (owns) {
-    x = x * (1.0f / sqrtf(squares / static_cast<float>(kHeadDim) + weights.eps)) * weights.weight(channel);
+    const float scale = 1.0f / sqrtf(squares / static_cast<float>(kHeadDim) + weights.eps);
+    x = __fmul_rn(__fmul_rn(x, scale), weights.weight(channel));
     float amax = fabsf(x);
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));

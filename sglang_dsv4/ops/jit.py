@@ -171,7 +171,7 @@ def compile_command(source: Path, arch: str, output: Path, extra: Sequence[str] 
 # Cache
 
 
-def _digest(source: Path, arch: str) -> str:
+def source_hash(source: Path, arch: str) -> str:
     """Hash of everything that shapes the library, independent of where the sources lie."""
     digest = hashlib.sha256()
     headers = sorted((source.parent / "include").rglob("*.*h"))
@@ -190,14 +190,17 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def compile_to(source: Path, arch: str, output: Path, extra: Sequence[str] = ()) -> str:
-    """Compile one source to `output` and return what the compiler printed. Raises KernelBuildError."""
+def compile_to(source: Path, arch: str, output: Path, extra: Sequence[str] = (), log: Path | None = None) -> str:
+    """Compile one source to `output` and return what the compiler printed.
+
+    Raises KernelBuildError; the full output then stands in `log` (beside `output` unless named).
+    """
     command = compile_command(source, arch, output, extra)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     if done.returncode:
         first = next((line for line in said.splitlines() if "error" in line.lower()), said.strip()[:200])
-        log = output.with_suffix(".log")
+        log = log or output.with_suffix(".log")
         log.write_text(" ".join(command) + "\n" + said)
         what = f"nvcc failed on {source.name} for sm_{arch}"
         raise KernelBuildError(f"{what}: {first.strip()} (full output: {log})")
@@ -208,7 +211,7 @@ def build(name: str, arch: str) -> Path:
     """Path of the compiled library of `kernels/<name>.cu`, compiled now unless the cache has it."""
     source = kernels_dir() / f"{name}.cu"
     folder = cache_dir()
-    library = folder / f"{name}_sm{arch}_{_digest(source, arch)}.so"
+    library = folder / f"{name}_sm{arch}_{source_hash(source, arch)}.so"
     if library.is_file():
         return library
     try:
@@ -218,18 +221,11 @@ def build(name: str, arch: str) -> Path:
                 return library
             with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}_") as scratch:
                 fresh = Path(scratch) / "fresh.so"
-                try:
-                    compile_to(source, arch, fresh)
-                except KernelBuildError:
-                    log = fresh.with_suffix(".log")
-                    if log.is_file():
-                        log.replace(library.with_suffix(".log"))
-                    raise
+                compile_to(source, arch, fresh, log=library.with_suffix(".log"))
                 fresh.replace(library)
     except OSError as error:
         raise KernelBuildError(
-            f"cannot write compiled kernels to {folder} ({error.strerror}): "
-            f"set {CACHE_VARIABLE} to a writable folder"
+            f"cannot write compiled kernels to {folder} ({error.strerror}): set {CACHE_VARIABLE} to a writable folder"
         ) from None
     return library
 

@@ -40,6 +40,9 @@ __device__ __forceinline__ float4 load4(const __nv_bfloat16* source) {
 }
 __device__ __forceinline__ void store4(float* target, float4 v) { *reinterpret_cast<float4*>(target) = v; }
 
+// Arithmetic is spelled out (fmaf, __fmul_rn) wherever the compiler could fuse it one way here and another way there:
+// an entry must be the same bits whichever of a kernel's paths made it.
+
 // One rounding, never fused with what follows: Z is stored with ape added, so a row must be the same bits whether it
 // comes from this step or from the state.
 __device__ __forceinline__ float4 add4(float4 a, float4 b) {
