@@ -1,0 +1,89 @@
+"""One performance case, and how it is timed: CUDA-graph replays over rotated input sets, the median."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+ROTATED_BYTES = 192 << 20  # input sets together, several times an L2 of 50 MB
+MIN_SETS, MAX_SETS = 4, 256
+
+
+@dataclass
+class Case:
+    """`run(i)` launches the operation once on input set i (0 <= i < sets), without allocating.
+
+    bytes    that one call must move through device memory, reads and writes
+    flops    of one call, for what is bound by arithmetic
+    rival    name of what else does the same work, `rival_run` launches it
+    limit    the project's bound, as text
+    """
+
+    op: str
+    shape: str
+    bytes: int
+    run: Callable[[int], object]
+    sets: int
+    flops: int = 0
+    rival: str | None = None
+    rival_run: Callable[[int], object] | None = None
+    limit: str = ""
+    keep: list = field(default_factory=list)  # what must outlive the graph
+
+
+def sets_for(bytes_per_set: int) -> int:
+    """How many input sets it takes to exceed the L2 cache."""
+    return max(MIN_SETS, min(MAX_SETS, -(-ROTATED_BYTES // max(bytes_per_set, 1))))
+
+
+class Timer:
+    """Times `run(i)` over all sets as one captured graph; `median_us` is per call."""
+
+    def __init__(self, run: Callable[[int], object], sets: int) -> None:
+        self.sets = sets
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i in range(min(sets, 3)):
+                run(i)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for i in range(sets):
+                run(i)
+        self.graph.replay()
+        torch.cuda.synchronize()
+        once = self._replay_us(1)
+        self.replays = max(3, min(200, int(8_000 / max(once, 1.0))))
+
+    def _replay_us(self, count: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            self.graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1000 / count
+
+    def median_us(self) -> float:
+        return statistics.median(self._replay_us(1) for _ in range(self.replays)) / self.sets
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large device-to-device copy, read and written bytes counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timer = Timer(lambda _: target.copy_(source), 1)
+    return 2 * source.nbytes / (timer.median_us() * 1e-6)
+
+
+def copy_us(num_bytes: int, device: torch.device) -> float:
+    """Microseconds of a copy that moves as many bytes (read and written) as a case, over rotated buffers."""
+    each = max(16, num_bytes // 2 // 16 * 16)
+    sets = sets_for(2 * each)
+    source = torch.empty(sets, each, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Timer(lambda i: target[i].copy_(source[i]), sets).median_us()

@@ -1,0 +1,117 @@
+"""Times the CUDA kernels: microseconds, bytes, GB/s, share of the copy bandwidth measured in the same run, rivals.
+
+    python bench/kernels.py [--only TEXT] [--out bench/results/kernels.json]
+
+Each case is captured once as a CUDA graph over several input sets that together exceed the L2 cache and replayed;
+the median replay counts. A rival is timed in five alternated rounds. The copy of equally many bytes shows what of
+a short kernel's time is the launch itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import pkgutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import kernel_cases  # noqa: E402
+from kernel_cases.base import Case, Timer, copy_bandwidth, copy_us  # noqa: E402
+
+ROUNDS = 5
+
+
+def commit() -> str:
+    """The commit that is measured, marked where the tree differs from it; "unknown" outside a checkout."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return (head.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else "")
+
+
+def measure(case: Case, bandwidth: float, device: torch.device) -> dict[str, Any]:
+    ours = Timer(case.run, case.sets)
+    rival = Timer(case.rival_run, case.sets) if case.rival_run else None
+    us, rival_us = [], []
+    for _ in range(ROUNDS):
+        us.append(ours.median_us())
+        if rival:
+            rival_us.append(rival.median_us())
+    best = statistics.median(us)
+    result: dict[str, Any] = {
+        "op": case.op,
+        "shape": case.shape,
+        "us": round(best, 2),
+        "bytes": case.bytes,
+        "gbps": round(case.bytes / best / 1e3, 1),
+        "share_of_copy": round(case.bytes / (best * 1e-6) / bandwidth, 3),
+        "copy_us": round(copy_us(case.bytes, device), 2),
+        "rival": case.rival,
+        "rival_us": round(statistics.median(rival_us), 2) if rival_us else None,
+        "spread_us": [round(min(us), 2), round(max(us), 2)],
+    }
+    if case.flops:
+        result["tflops"] = round(case.flops / best / 1e6, 1)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="case modules, or text in 'op shape'")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
+    parser.add_argument("--commit", default=None, help="commit to record where there is no checkout")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench/kernels.py: no CUDA device\n")
+    device = torch.device("cuda", torch.cuda.current_device())
+    card, revision = torch.cuda.get_device_name(device), args.commit or commit()
+    bandwidth = copy_bandwidth(device)
+    print(f"{card}, copy {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}, commit {revision}")
+    print(f"{'op':26} {'shape':38} {'us':>9} {'MB':>9} {'GB/s':>7} {'copy':>6} {'copy us':>8}  rival")
+    modules = sorted(m.name for m in pkgutil.iter_modules(kernel_cases.__path__) if m.name != "base")
+    chosen = [m for m in modules if m in args.only] or modules
+    texts = [t for t in args.only if t not in modules]
+    results: list[dict[str, Any]] = []
+    for name in chosen:
+        module = importlib.import_module(f"kernel_cases.{name}")
+        for case in module.cases(device) if hasattr(module, "cases") else ():
+            if texts and not any(t in f"{case.op} {case.shape}" for t in texts):
+                continue
+            try:
+                row = measure(case, bandwidth, device)
+            except Exception as error:  # a case that fails must not cost the others their numbers
+                print(f"{case.op:26} {case.shape:38} failed: {str(error).splitlines()[0]}", flush=True)
+                continue
+            finally:
+                del case
+                gc.collect()
+            results.append({**row, "card": card, "commit": revision, "copy_gbps": round(bandwidth / 1e9, 1)})
+            rival = f"{row['rival']} {row['rival_us']} us" if row["rival"] else ""
+            print(
+                f"{row['op']:26} {row['shape']:38} {row['us']:9.2f} {row['bytes'] / 1e6:9.3f} {row['gbps']:7.0f} "
+                f"{100 * row['share_of_copy']:5.1f}% {row['copy_us']:8.2f}  {rival}",
+                flush=True,
+            )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    if args.out.is_file():  # cases that were not run now keep their figures
+        fresh = {(r["op"], r["shape"]) for r in results}
+        kept = [r for r in json.loads(args.out.read_text()) if (r["op"], r["shape"]) not in fresh]
+    args.out.write_text(json.dumps(kept + results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
