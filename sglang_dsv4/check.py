@@ -58,9 +58,7 @@ def _python(report: Report) -> None:
 def _torch(report: Report) -> None:
     if importlib.util.find_spec("torch") is None:
         report.found.append(("torch", "missing"))
-        report.problem(
-            "torch is not installed", "install SGLang, which brings it, or torch==2.13.0 without a GPU"
-        )
+        report.problem("torch is not installed", "install SGLang, which brings it, or torch==2.13.0 without a GPU")
         return
     import torch
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_dsv4 import __version__
-from sglang_dsv4.serving import Client, Launch, Server, ServerError
+from sglang_dsv4.serving import Client, Launch, Server, ServerError, free_port
 
 FAILED, UNUSABLE = 1, 2  # exit codes: a check failed; it could not be run
 
@@ -45,18 +45,14 @@ def _scale(text: str) -> Fraction:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4", description="DeepSeek-V4 in SGLang: pages and slots."
-    )
+    parser = argparse.ArgumentParser(prog="sglang-dsv4", description="DeepSeek-V4 in SGLang: pages and slots.")
     parser.add_argument("--version", action="version", version=f"sglang-dsv4 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     commands.add_parser("check", help="check this installation: SGLang, hooks, device")
 
     verify = commands.add_parser("verify", help="check a running server: warm answers equal cold ones")
-    verify.add_argument(
-        "--url", required=True, help="http://HOST:PORT of a server of your own: its cache is flushed"
-    )
+    verify.add_argument("--url", required=True, help="http://HOST:PORT of a server of your own: its cache is flushed")
     verify.add_argument("--api-key", help="the server's --api-key")
     verify.add_argument(
         "--tolerance",
@@ -64,12 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         help="largest accepted logprob difference; default: 0 from a CPU server, 0.1 from others",
     )
     verify.add_argument("--copies", type=int, default=8, help="concurrent copies of one prompt (default 8)")
-    verify.add_argument(
-        "--any-hit", action="store_true", help="accept any hit, however short of what is promised"
-    )
-    verify.add_argument(
-        "--token-ids", type=_id_range, metavar="LOW:HIGH", help="ordinary ids to make prompts of"
-    )
+    verify.add_argument("--any-hit", action="store_true", help="accept any hit, however short of what is promised")
+    verify.add_argument("--token-ids", type=_id_range, metavar="LOW:HIGH", help="ordinary ids to make prompts of")
 
     for name, text in (("demo", "replay recorded chats, warm and cold"), ("serve", "leave a server running")):
         command = commands.add_parser(name, help=text)
@@ -90,9 +82,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--traces", type=Path, default=trace_folder(), help="folder of trace_*.json")
             command.add_argument("--sessions", type=int, default=8)
             command.add_argument("--turns", type=int, default=4)
-            command.add_argument(
-                "--scale", type=_scale, default=Fraction(1), help="tokens per 64-token block"
-            )
+            command.add_argument("--scale", type=_scale, default=Fraction(1, 4), help="tokens per block (default 1/4)")
     return parser
 
 
@@ -128,7 +118,8 @@ def _server(args: argparse.Namespace, port: int | None) -> Iterator[Server]:
             importlib.import_module("sglang_dsv4.tiny").write_checkpoint(model)
         launch = Launch(model, device=args.device, extra_args=tuple(args.server_args))
         log = args.log or model.parent / "server.log"
-        print(f"starting: {shlex.join(launch.command(port or 0)[1:])}", flush=True)
+        port = port or free_port()
+        print(f"starting: python {shlex.join(launch.command(port)[1:])}", flush=True)
         with Server(launch, log, port=port) as server:
             print(f"ready: {server.url} (log: {log})", flush=True)
             yield server
@@ -137,9 +128,7 @@ def _server(args: argparse.Namespace, port: int | None) -> Iterator[Server]:
 def _demo(args: argparse.Namespace) -> int:
     from sglang_dsv4 import demo
 
-    sessions = demo.load_sessions(
-        args.traces, turns=args.turns, count=args.sessions, tokens_per_block=args.scale
-    )
+    sessions = demo.load_sessions(args.traces, turns=args.turns, count=args.sessions, tokens_per_block=args.scale)
     if args.url:
         client = Client(args.url)
         outcome = demo.run(client, sessions, client.words(args.token_ids))

@@ -126,18 +126,14 @@ def waves(sessions: Sequence[Session]) -> Iterator[list[tuple[Session, int]]]:
             yield [(session, turn) for session in talking[start : start + CONCURRENT]]
 
 
-def run(
-    client: Client, sessions: Sequence[Session], words: Words, say: Callable[[str], None] = print
-) -> Outcome:
+def run(client: Client, sessions: Sequence[Session], words: Words, say: Callable[[str], None] = print) -> Outcome:
     """Both passes. Raises ServerError where the server cannot take them."""
     page = client.info().page_size
     total = sum(len(s.turns) for s in sessions)
     longest = max(_longest(s, words) for s in sessions)
     limit = client.info().max_prompt
     if longest > limit:
-        raise ServerError(
-            f"a turn has {longest} tokens but {client.url} takes {limit}; use a smaller --scale"
-        )
+        raise ServerError(f"a turn has {longest} tokens but {client.url} takes {limit}; use a smaller --scale")
     progress = Progress(total, "warm")
     said: dict[str, list[int]] = {}
     sent: list[Sent] = []

@@ -152,7 +152,9 @@ class Client:
         last: dict[str, Any] = {}
         for event in self._events("/generate", body):
             if "error" in event:
-                raise ServerError(f"{self.url} refused a request: {_one_line(event['error'])}")
+                error = event["error"]
+                text = error.get("message", error) if isinstance(error, dict) else error
+                raise ServerError(f"{self.url} refused a request: {_one_line(text)}")
             if first is None and event.get("output_ids"):
                 first = time.perf_counter() - start
             last = event

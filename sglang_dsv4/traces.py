@@ -1,8 +1,8 @@
 """Recorded coding-agent sessions, scaled down to something a small machine can replay.
 
 A trace holds no text: for every request it has the prompt's chain of hash ids, one per 64-token block, where
-equal leading ids mean an equal prefix. Here a block becomes `tokens_per_block` tokens (one, unless asked
-otherwise) drawn from its hash id, so prompts that shared a prefix still do, and lengths shrink by one factor.
+equal leading ids mean an equal prefix. Here a block becomes `tokens_per_block` tokens drawn from its hash id, so
+prompts that shared a prefix still do, and lengths shrink by one factor. A fraction leaves blocks out evenly.
 
 Two things replace what the ids cannot tell. The first blocks of every session are its system prompt and tool
 list; they are drawn from a name that all sessions share. And a server gives its own answers: where the
@@ -117,9 +117,7 @@ def shared_blocks(a: Sequence[int], b: Sequence[int]) -> int:
     return count
 
 
-def sessions(
-    traces: Sequence[Trace], *, turns: int, tokens_per_block: Fraction = Fraction(1)
-) -> list[Session]:
+def sessions(traces: Sequence[Trace], *, turns: int, tokens_per_block: Fraction = Fraction(1)) -> list[Session]:
     """The first `turns` requests of every trace that has as many, scaled.
 
     All sessions share a system prompt as long as the shortest of theirs.
@@ -133,7 +131,8 @@ def sessions(
 
 def _session(trace: Trace, turns: int, system_blocks: int, scale: Fraction) -> Session:
     def tokens_before(block: int) -> int:
-        return int(block * scale)
+        # The system prompt keeps one token per block: scaled further it would be shorter than a page.
+        return min(block, system_blocks) + int(max(0, block - system_blocks) * scale)
 
     def draw(blocks: Sequence[int], start: int) -> list[tuple[int, int]]:
         """Scaled token counts of the blocks that stand at position `start` onwards."""
@@ -185,9 +184,7 @@ def pack(source: Path, target: Path, requests: int) -> None:
             else:
                 runs.append([block, 1])
         packed.append({k: request[k] for k in _KEPT_FIELDS} | {"hash_runs": runs})
-    head = {
-        k: raw[k] for k in ("id", "models", "block_size", "hash_id_scope", "tool_tokens", "system_tokens")
-    }
+    head = {k: raw[k] for k in ("id", "models", "block_size", "hash_id_scope", "tool_tokens", "system_tokens")}
     lines = ",\n  ".join(json.dumps(r) for r in packed)
     target.write_text(json.dumps(head)[:-1] + f', "requests": [\n  {lines}\n]}}\n')
 

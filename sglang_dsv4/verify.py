@@ -19,9 +19,7 @@ from sglang_dsv4.console import Progress, table
 from sglang_dsv4.serving import Answer, Client, ServerError, Words
 
 CPU_TOLERANCE = 0.0
-DEVICE_TOLERANCE = (
-    0.1  # bfloat16 logits of two batch shapes; not measured here, set --tolerance from two cold runs
-)
+DEVICE_TOLERANCE = 0.1  # bfloat16 logits of two batch shapes; not measured here, set --tolerance from two cold runs
 ANSWER = 12
 TURN_ANSWER = 40
 TURNS = 3
@@ -223,9 +221,7 @@ def verify(
         progress.step((case.__doc__ or "").split(".")[0].split(",")[0])
     failed = [row for row in rows if not row.ok]
     head = ("case", "prompt", "cached", "promised", "logprob diff", "result")
-    cells = [
-        (r.case, r.prompt_tokens, r.cached, r.promised, f"{r.difference:.2g}", r.fault or "ok") for r in rows
-    ]
+    cells = [(r.case, r.prompt_tokens, r.cached, r.promised, f"{r.difference:.2g}", r.fault or "ok") for r in rows]
     say(f"{client.url}: SGLang {info.version}, {info.device}, page {info.page_size}, tolerance {tolerance:g}")
     say(table(head, cells))
     say(f"verify: checks={len(rows)} failed={len(failed)}")
