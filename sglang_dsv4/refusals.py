@@ -156,9 +156,7 @@ def store_format(args: Any = None, env: Mapping[str, str] | None = None) -> tupl
             f"use auto or fp8_e4m3, or set {ROWS}=fp32 for exact rows",
         )
     if dtype == "fp8_e4m3" and rows != "fp8":
-        raise Refused(
-            f"--kv-cache-dtype fp8_e4m3 with {ROWS}={rows}", "they contradict each other", "drop one"
-        )
+        raise Refused(f"--kv-cache-dtype fp8_e4m3 with {ROWS}={rows}", "they contradict each other", "drop one")
     if _value(args, "enable_deepseek_v4_fp4_indexer") and keys != "fp4":
         raise Refused(
             f"--enable-deepseek-v4-fp4-indexer with indexer format {keys}",
@@ -195,9 +193,7 @@ def _graphs(args: Any) -> dict[str, Any]:
     for name in ("prefill", "backend"):
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     if config not in (None, "disabled"):
-        raise Refused(
-            f"--cuda-graph-config with prefill backend {config} is not supported", why, "leave prefill out"
-        )
+        raise Refused(f"--cuda-graph-config with prefill backend {config} is not supported", why, "leave prefill out")
     return {"disable_prefill_cuda_graph": True}
 
 
@@ -305,6 +301,28 @@ def check_pool_tokens(pool_tokens: int, page: int, also: str = "") -> None:
         )
 
 
+def check_pool_slots(state_slots: int, slots_per_request: int, also: str = "") -> None:
+    """Refuses a slot pool that cannot serve a single request."""
+    if state_slots < slots_per_request:
+        raise Refused(
+            f"the slot pool has {max(state_slots, 0)} slots",
+            f"one request needs {slots_per_request} slots{also}",
+            f"raise --max-mamba-cache-size to {slots_per_request} or more, or --mem-fraction-static",
+        )
+
+
+def slots_per_request(args: Any, env: Mapping[str, str]) -> int:
+    """Slots that SGLang sets aside for a running request under these flags.
+
+    Without radix cache its own; else two for its snapshots under way, one or two for tracking (two where a step is
+    prepared while another runs), and its own.
+    """
+    if _value(args, "disable_radix_cache"):
+        return 1
+    kept = 1 if env.get("SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK", "").lower() in ("1", "true") else 2
+    return 1 + kept + (1 if _value(args, "disable_overlap_schedule") else 2)
+
+
 def check_pool_size(
     *,
     page: int,
@@ -326,12 +344,7 @@ def check_pool_size(
         pages = geometry.page_pool_bytes(ONE_REQUEST_PAGES * page)
         size = f": {pages} B of pages and {geometry.slot_pool_bytes(slots_per_request)} B of slots"
     check_pool_tokens(pool_tokens, page, f" and {slots_per_request} slots{size}")
-    if state_slots < slots_per_request:
-        raise Refused(
-            f"the slot pool has {max(state_slots, 0)} slots",
-            f"one request needs {slots_per_request} slots and {ONE_REQUEST_PAGES} pages{size}",
-            f"raise --max-mamba-cache-size to {slots_per_request} or more, or raise --mem-fraction-static",
-        )
+    check_pool_slots(state_slots, slots_per_request, f" and {ONE_REQUEST_PAGES} pages{size}")
 
 
 def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | None = None) -> Decision:
@@ -354,6 +367,9 @@ def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | Non
     tokens = _value(args, "max_total_tokens")
     if tokens is not None:
         check_pool_tokens(tokens, page)
+    slots = _value(args, "max_mamba_cache_size")
+    if slots is not None:
+        check_pool_slots(slots, slots_per_request(args, env))
     interval = track_interval(args, page)
     rows, keys = store_format(args, env)
     overrides = {
@@ -373,9 +389,7 @@ def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | Non
     if _value(args, "enable_deepseek_v4_fp4_indexer"):
         declarations["enable_deepseek_v4_fp4_indexer"] = False  # SGLang would demand Blackwell for its kernel
         notes.append("--enable-deepseek-v4-fp4-indexer is the default here, on every device")
-    notes.append(
-        f"rows {rows}, indexer keys {keys}, page {page} tokens, decode snapshot every {interval} tokens"
-    )
+    notes.append(f"rows {rows}, indexer keys {keys}, page {page} tokens, decode snapshot every {interval} tokens")
     return Decision(overrides, declarations, tuple(notes))
 
 

@@ -94,6 +94,9 @@ def test_each_environment_switch_of_the_in_tree_pools_is_refused_unless_it_is_of
         ({"page_size": 256, "mamba_track_interval": 128}, "use 256"),
         ({"max_total_tokens": 256}, "one request needs 384 tokens"),
         ({"page_size": 256, "max_total_tokens": 512}, "one request needs 768 tokens"),
+        ({"max_mamba_cache_size": 4}, "one request needs 5 slots"),
+        ({"max_mamba_cache_size": 3, "disable_overlap_schedule": True}, "one request needs 4 slots"),
+        ({"max_mamba_cache_size": 0, "disable_radix_cache": True}, "one request needs 1 slots"),
         ({"attention_backend": "flashmla"}, "use --attention-backend dsv4_slot"),
         ({"decode_attention_backend": "triton"}, "--decode-attention-backend triton"),
         ({"prefill_attention_backend": "fa3"}, "--prefill-attention-backend fa3"),
@@ -137,9 +140,7 @@ def test_defaults_where_the_user_set_nothing():
 
 
 def test_values_that_the_user_set_stay():
-    outcome = decide(
-        page_size=256, max_running_requests=7, mamba_track_interval=512, chunked_prefill_size=1024
-    )
+    outcome = decide(page_size=256, max_running_requests=7, mamba_track_interval=512, chunked_prefill_size=1024)
     assert outcome.overrides["page_size"] == 256
     assert outcome.declarations["max_running_requests"] == 7
     assert outcome.declarations["mamba_track_interval"] == 512
@@ -282,6 +283,13 @@ def test_the_bytes_in_the_message_are_the_geometrys():
     text = refusal(pool_size, pool_tokens=0, geometry=geometry)
     assert f"{geometry.page_pool_bytes(384)} B of pages" in text
     assert f"{geometry.slot_pool_bytes(5)} B of slots" in text
+
+
+def test_a_slot_pool_that_the_user_sized_for_one_request_is_accepted():
+    decide(max_mamba_cache_size=5)
+    decide(max_mamba_cache_size=4, disable_overlap_schedule=True)
+    decide(max_mamba_cache_size=1, disable_radix_cache=True)
+    decide(max_mamba_cache_size=4, env={"SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK": "1"})
 
 
 # Versions
@@ -612,9 +620,7 @@ def test_servers_of_other_models_are_left_alone(sglang):
 
 
 def test_the_launchers_last_line_is_the_refusal(tmp_path):
-    command = (
-        "-m sglang.launch_server --device cpu --model-config-parser dsv4_slot --enable-lora --model-path"
-    )
+    command = "-m sglang.launch_server --device cpu --model-config-parser dsv4_slot --enable-lora --model-path"
     done = subprocess.run(
         [sys.executable, *command.split(), checkpoint(tmp_path / "tiny")],
         capture_output=True,
