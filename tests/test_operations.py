@@ -140,9 +140,7 @@ def test_resume_from_a_prefill_snapshot_is_bit_identical(ratio, page):
     stage.retire(first)
     second = stage.admit(pages=pages, snapshot=slot, length=at)
     outs = [run(params, part(x, (at, 512)), stage.step([second], [512 - at]))]
-    outs += [
-        run(params, part(x, (t, t + 1)), stage.step([second], [1], decode=True)) for t in range(512, tokens)
-    ]
+    outs += [run(params, part(x, (t, t + 1)), stage.step([second], [1], decode=True)) for t in range(512, tokens)]
     assert torch.equal(torch.cat(outs), cold[at:])
 
 
@@ -228,15 +226,13 @@ def test_padded_tokens_leave_every_byte_unchanged(ratio):
     stage = Stage(geometry())
     params = layer(ratio)
     cache = stage.cache.layer(params.layer_id)
-    pools = [
-        t for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail) if t is not None
-    ]
+    pools = [t for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail) if t is not None]
     before = [p.clone().view(torch.uint8) for p in pools]
     idle = stage.admit()
     for decode in (False, True):
         run(
             params,
-            part(inputs(ratio, 1), padding=5, *[(0, 0)]),
+            part(inputs(ratio, 1), (0, 0), padding=5),
             stage.step([idle], [0], padding=5, decode=decode),
         )
     for old, pool in zip(before, pools, strict=True):
@@ -253,11 +249,7 @@ def test_the_same_step_twice_writes_the_same_bytes(ratio):
     for t in range(121, 300):
         step = stage.step([request], [1], decode=True)
         first = run(params, part(x, (t, t + 1)), step)
-        pools = [
-            t
-            for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail)
-            if t is not None
-        ]
+        pools = [t for t in (cache.window, cache.entries, cache.index_keys, cache.overlap, cache.tail) if t is not None]
         before = [p.clone().view(torch.uint8) for p in pools]
         assert torch.equal(first, run(params, part(x, (t, t + 1)), step))
         for old, pool in zip(before, pools, strict=True):
@@ -316,8 +308,7 @@ def test_running_requests_never_share_state():
     run(params, part(a, (0, 256)), alone.step([request], [256]))
     for x, got in ((a, outs[0]),):
         expected = [
-            run(params, part(x, (t, t + 1)), alone.step([request], [1], decode=True))[0]
-            for t in range(256, 300)
+            run(params, part(x, (t, t + 1)), alone.step([request], [1], decode=True))[0] for t in range(256, 300)
         ]
         assert torch.equal(torch.stack(got), torch.stack(expected))
 
@@ -352,10 +343,7 @@ def test_topk_never_reads_scores_of_invisible_entries():
     visible = step.meta.visible_entries(4)
     scores[torch.arange(10) >= visible[:, None]] = float("nan")
     got = stage.ops.index_topk(scores, step.meta, topk=24, physical=False)
-    assert all(
-        row.tolist() == list(range(int(v))) + [-1] * (24 - int(v))
-        for row, v in zip(got, visible, strict=True)
-    )
+    assert all(row.tolist() == list(range(int(v))) + [-1] * (24 - int(v)) for row, v in zip(got, visible, strict=True))
 
 
 def test_index_keys_of_two_layers_keep_their_own_scales():
@@ -366,3 +354,55 @@ def test_index_keys_of_two_layers_keep_their_own_scales():
     codec.scatter(stage.entries.keys[0], rows, torch.randn(3, 128))
     codec.scatter(other, rows, 1000 * torch.randn(3, 128))
     assert codec.gather(other, rows).abs().max() > 50 * codec.gather(stage.entries.keys[0], rows).abs().max()
+
+
+def test_restoring_one_request_leaves_every_other_request_as_it_was():
+    params, x = layer(4), inputs(4, 400)
+    stage = Stage(geometry())
+    first, slot = stage.admit(), stage.new_slot()
+    run(params, part(x, (0, 256)), stage.step([first], [256], snapshots={0: [(256, slot)]}))
+    live = stage.admit()
+    run(params, part(x, (0, 261)), stage.step([live], [261]))
+    expected = Stage(geometry())
+    twin = expected.admit()
+    run(params, part(x, (0, 261)), expected.step([twin], [261]))
+    stage.admit(pages=first.pages[:2], snapshot=slot, length=256)
+    for t in range(261, 280):
+        token = part(x, (t, t + 1))
+        out = run(params, token, stage.step([live], [1], decode=True))
+        assert torch.equal(out, run(params, token, expected.step([twin], [1], decode=True)))
+
+
+@pytest.mark.parametrize("ratio, kept", [(4, 64), (128, 2)])
+def test_resuming_from_an_earlier_snapshot_hides_entries_that_were_computed_beyond_it(ratio, kept):
+    params, x, other = layer(ratio), inputs(ratio, 700), inputs(ratio, 300, seed=5)
+    stage = Stage(geometry())
+    first, slot = stage.admit(), stage.new_slot()
+    run(params, part(x, (0, 700)), stage.step([first], [700], snapshots={0: [(256, slot)]}))
+    fork = stage.admit(pages=list(first.pages), snapshot=slot, length=256)
+    for f in x.__dataclass_fields__:
+        if getattr(x, f) is not None:
+            getattr(other, f)[:256] = getattr(x, f)[:256]
+    step = stage.step([fork], [1])
+    assert int(step.meta.visible_entries(ratio)[0]) == kept
+    fork.length, fork.pages = 256, first.pages[:2]
+    out = run(params, part(other, (256, 300)), stage.step([fork], [44]))
+    alone = Stage(geometry())
+    whole = run(params, part(other, (0, 300)), alone.step([alone.admit()], [300]))
+    assert torch.equal(out, whole[256:])
+
+
+def test_a_context_shorter_than_the_window_already_has_its_entries():
+    stage, request, _ = prefill_then_decode(4, 31, [31])
+    assert entry_bytes(stage, request, 4).shape[0] == 7
+    cache = stage.cache.layer(RATIOS.index(4))
+    rows = stage.step([request], [0]).meta.entry_rows(torch.zeros(7).long(), torch.arange(7), 4)
+    assert torch.isfinite(cache.codec.gather(cache.entries, rows)).all()
+
+
+def test_scattering_a_sentinel_row_leaves_the_last_row_of_a_pool_alone():
+    stage = Stage(geometry())
+    cache = stage.cache.layer(0)
+    before = cache.window.clone()
+    cache.codec.scatter(cache.window, torch.tensor([-1]), torch.randn(1, 512))
+    assert torch.equal(before, cache.window)

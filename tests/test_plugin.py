@@ -1,0 +1,99 @@
+"""Registration: a plugin that does not fit leaves no parser of its name, and never serves over foreign pools."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dsv4 import hooks
+from sglang_dsv4.refusals import BACKEND, Refused
+
+REGISTER = """
+from sglang_dsv4 import hooks, plugin
+{breakage}
+try:
+    plugin.register()
+    print("registered")
+except Exception as error:
+    print(type(error).__name__, error)
+from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as parsers
+print("dsv4_slot" in parsers)
+"""
+
+
+def register(breakage=""):
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REGISTER.format(breakage=breakage)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return run.stdout.strip().splitlines()[-2:]
+
+
+def test_a_fitting_sglang_registers_the_parser_last():
+    assert register() == ["registered", "True"]
+
+
+def test_a_hook_with_another_signature_is_named_and_no_parser_remains():
+    breakage = (
+        "import dataclasses; "
+        "hooks.HOOKS = (dataclasses.replace(hooks.HOOKS[0], expected=('self', 'other')), *hooks.HOOKS[1:])"
+    )
+    message, parser = register(breakage)
+    assert message.startswith("RuntimeError") and "_build_hybrid_req_pool takes (self, max_num_reqs" in message
+    assert parser == "False"
+
+
+def test_another_sglang_version_is_refused_and_no_parser_remains():
+    message, parser = register("import sglang; sglang.__version__ = '0.5.99'")
+    assert message.startswith("Refused") and "0.5.23" in message
+    assert parser == "False"
+
+
+def test_every_hook_matches_the_installed_sglang():
+    assert hooks.problems() == []
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda h: h.target.rsplit(".", 1)[1])
+def test_a_missing_target_is_one_line_with_its_remedy(hook):
+    import dataclasses
+
+    gone = dataclasses.replace(hook, target=hook.target + "_gone")
+    line = gone.problem()
+    assert line is not None and "\n" not in line and "install the tested SGLang" in line and hook.purpose in line
+
+
+def test_the_backend_refuses_pools_that_are_not_ours():
+    from sglang_dsv4.attention.backend import SlotAttentionBackend
+
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=object(), token_to_kv_pool=object())
+    with pytest.raises(Refused, match="did not take effect"):
+        SlotAttentionBackend(runner)
+
+
+def test_hooks_hand_foreign_models_to_sglang_unchanged():
+    """Each wrapper is called as SGLang would for a model of another kind and must only pass the call on."""
+    foreign = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=object()), req_to_token_pool=object(), model_config_parser="auto"
+    )
+    assert foreign.model_config_parser != BACKEND
+    for hook in hooks.HOOKS:
+        calls = []
+
+        def original(*args, calls=calls, **kwargs):
+            calls.append((args, kwargs))
+            return "sglang's own"
+
+        names = list(hook.expected)
+        keyword_only = {"up_to": 5} if "up_to" in names else {}
+        if "sizes" in names or "extra_max_context_len" in names:
+            keyword_only = {n: object() for n in names[1:]}
+            args = [foreign]
+        else:
+            args = [foreign, *(object() for n in names[1:] if n not in ("up_to", "kwargs"))]
+        assert hook.wrapper(original, *args, **keyword_only) in ("sglang's own", None)
+        assert calls == [(tuple(args), keyword_only)]

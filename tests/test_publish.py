@@ -1,0 +1,164 @@
+"""Interior snapshots: taken where a slot can be spared, published shallow first, never lost, never freed twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_dsv4.cache import publish
+from sglang_dsv4.cache.interior import InteriorSnapshot, InteriorSnapshots
+
+
+class Allocator:
+    def __init__(self, free):
+        self.free_slots = list(free)
+
+    def available_size(self):
+        return len(self.free_slots)
+
+    def alloc(self, count):
+        if len(self.free_slots) < count:
+            return None
+        taken, self.free_slots = self.free_slots[:count], self.free_slots[count:]
+        return torch.tensor(taken)
+
+    def free(self, slots):
+        assert not set(slots.tolist()) & set(self.free_slots), "freed twice"
+        self.free_slots += slots.tolist()
+
+
+class Tree:
+    """As much of the radix tree as publishing touches; evicts snapshots back into the allocator."""
+
+    page_size, disable = 128, False
+
+    def __init__(self, pool, evictable=()):
+        self.req_to_token_pool, self.evictable = pool, list(evictable)
+        self.inserted = []
+
+    def supports_prefix_sharing(self):
+        return not self.disable
+
+    def mamba_evictable_size(self):
+        return len(self.evictable)
+
+    def evict_for_alloc(self, params):
+        for _ in range(min(params.mamba_num, len(self.evictable))):
+            self.req_to_token_pool.mamba_allocator.free(torch.tensor([self.evictable.pop(0)]))
+
+    def insert(self, req, *, up_to):
+        slot = self.req_to_token_pool.interior.publishing
+        self.inserted.append(
+            (req.kv.mamba_last_track_seqlen, None if slot is None else slot.tolist(), req.finished_reason)
+        )
+        req.kv.cache_protected_len = req.kv.mamba_last_track_seqlen
+        req.kv.mamba_last_track_seqlen = None
+
+
+def setup(free, evictable=(), requests=1):
+    allocator = Allocator(free)
+    pool = SimpleNamespace(
+        mamba_allocator=allocator, interior=InteriorSnapshots(), get_mamba_ping_pong_other_idx=lambda i: 1 - i
+    )
+    tree = Tree(pool, evictable)
+    reqs = [request(row) for row in range(1, requests + 1)]
+    return SimpleNamespace(req_to_token_pool=pool, tree_cache=tree, reqs=reqs), pool, tree
+
+
+def request(row, *, prefix=0, end=1340, prompt=1340, branch=640):
+    kv = SimpleNamespace(
+        req_pool_idx=row,
+        mamba_next_track_idx=0,
+        mamba_last_track_idx=1,
+        mamba_last_track_seqlen=None,
+        mamba_prev_track_seqlen=None,
+        cache_protected_len=prefix,
+    )
+    return SimpleNamespace(
+        kv=kv,
+        prefix_len=prefix,
+        extend_end=end,
+        full_untruncated_fill_ids=range(prompt),
+        mamba_branching_seqlen=branch,
+        finished_reason=None,
+    )
+
+
+def checkpoint(tree, req):
+    publish.publish_interior_snapshots(lambda t, r, **kw: t.insert(r, **kw), tree, req, up_to=req.extend_end)
+
+
+def test_a_branch_and_the_prompt_end_are_both_kept_and_published_shallow_first():
+    batch, pool, tree = setup(range(10, 20))
+    req = batch.reqs[0]
+    entry = publish.plan_snapshots(batch, req)
+    assert (entry.track_mask, entry.track_seqlen, entry.track_position) == (True, 1280, 0)
+    assert [s.length for s in pool.interior.waiting(1)] == [640]
+    checkpoint(tree, req)
+    assert tree.inserted == [(640, [10], None)]
+    assert req.kv.mamba_last_track_seqlen == 1280
+    assert pool.interior.waiting(1) == []
+
+
+def test_a_finished_request_is_whole_again_after_its_interior_snapshots():
+    batch, _, tree = setup(range(10, 20))
+    req = batch.reqs[0]
+    publish.plan_snapshots(batch, req)
+    req.finished_reason = "length"
+    checkpoint(tree, req)
+    assert tree.inserted == [(640, [10], None)]
+    assert req.finished_reason == "length" and req.kv.mamba_last_track_seqlen == 1280
+
+
+def test_without_a_slot_to_spare_the_interior_snapshot_is_dropped_and_counted():
+    batch, pool, tree = setup([10], requests=3)
+    before = publish.counters.interior_refused
+    for req in batch.reqs:
+        assert publish.plan_snapshots(batch, req).track_mask
+    assert publish.counters.interior_refused == before + 3
+    assert pool.mamba_allocator.free_slots == [10]
+    checkpoint(tree, batch.reqs[0])
+    assert tree.inserted == []
+
+
+def test_a_burst_of_publishes_leaves_a_slot_for_every_running_request():
+    batch, pool, _ = setup(range(100, 110), evictable=range(200, 206), requests=8)
+    for req in batch.reqs:
+        publish.plan_snapshots(batch, req)
+    left = pool.mamba_allocator.available_size() + batch.tree_cache.mamba_evictable_size()
+    assert left >= len(batch.reqs)
+
+
+def test_planning_again_returns_the_slots_of_snapshots_that_were_never_published():
+    batch, pool, _ = setup(range(10, 20))
+    for _ in range(5):
+        publish.plan_snapshots(batch, batch.reqs[0])
+    assert pool.mamba_allocator.available_size() == 9
+    assert len(pool.interior.waiting(1)) == 1
+
+
+@pytest.mark.parametrize("protected", [640, 1000])
+def test_a_position_that_the_tree_already_covers_gives_its_slot_back(protected):
+    batch, pool, tree = setup(range(10, 20))
+    req = batch.reqs[0]
+    publish.plan_snapshots(batch, req)
+    req.kv.cache_protected_len = protected
+    checkpoint(tree, req)
+    assert tree.inserted == [] and pool.mamba_allocator.available_size() == 10
+
+
+def test_a_cache_that_is_off_keeps_nothing():
+    batch, pool, tree = setup(range(10, 20))
+    tree.disable = True
+    publish.plan_snapshots(batch, batch.reqs[0])
+    assert pool.interior.waiting(1) == [] and pool.mamba_allocator.available_size() == 10
+
+
+def test_waiting_snapshots_belong_to_their_row_only():
+    waiting = InteriorSnapshots()
+    waiting.add(3, InteriorSnapshot(128, torch.tensor([7])))
+    assert waiting.take(4) == [] and waiting.take(None) == []
+    assert [s.length for s in waiting.take(3)] == [128]
+    assert waiting.take(3) == []
