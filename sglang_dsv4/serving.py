@@ -120,6 +120,7 @@ class Client:
 
     def words(self, id_range: tuple[int, int] | None = None) -> Words:
         """Ordinary token ids of the served model: from its own tokenizer, or [low, high) where given."""
+        self.info()  # an address without SGLang is told as that
         if id_range is not None:
             return Words(tuple(range(*id_range)))
         letters = string.ascii_letters + string.digits
