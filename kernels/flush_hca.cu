@@ -42,6 +42,7 @@ struct Shared {
   int found;
   int num_resumed;
   int resumed[kThreads];
+  int offsets[kHcaRatio];
 };
 
 // Where a row of the block lies: in the step from `first_token` on, or in the tail.
@@ -173,15 +174,6 @@ __device__ __forceinline__ bool resumes(const RequestSpan& span) {
   return span.prefix % kHcaRatio != 0 && span.prefix / kHcaRatio < span.end / kHcaRatio;
 }
 
-// Keeps the row of one token at the thread's channels.
-template <typename T>
-__device__ __forceinline__ void keep_row(const Input<T>& input, float* kept, int token, int offset) {
-  const Row4 row = input.row(token, offset);
-  float* target = kept + offset * 2 * kHeadDim;
-  store4(target, row.c);
-  store4(target + kHeadDim, row.z);
-}
-
 template <typename T>
 struct Step {
   Input<T> input;
@@ -228,7 +220,10 @@ __device__ __forceinline__ void resume_requests(Shared& shared, const StepMeta& 
       __syncthreads();  // other threads read the rows that are now overwritten, and the scratch of the entry
       for (int position = kHcaRatio * (span.end / kHcaRatio) + thread / kLanes; position < span.end;
            position += kRowGroups) {
-        keep_row(step.input, kept, span.first_token + position - span.prefix, position % kHcaRatio);
+        const int offset = position % kHcaRatio;
+        const Row4 row = step.input.row(span.first_token + position - span.prefix, offset);
+        store4(kept + offset * 2 * kHeadDim, row.c);
+        store4(kept + offset * 2 * kHeadDim + kHeadDim, row.z);
       }
     }
     __syncthreads();
@@ -242,7 +237,7 @@ __device__ __forceinline__ void take_tokens(Shared& shared, const StepMeta& meta
   const int thread = threadIdx.x;
   if (thread == 0) shared.found = -1;
   __syncthreads();
-  // Which rows to keep is decided once per token; `resumed` carries the tail row, or -1.
+  // Which rows to keep is decided once per token; `resumed` carries the tail row, or -1 for none.
   if (thread < kHcaRatio) {
     const int token = first + thread;
     int kept_row = -1;
@@ -252,17 +247,33 @@ __device__ __forceinline__ void take_tokens(Shared& shared, const StepMeta& meta
       const int position = static_cast<int>(meta.positions[token]);
       // Two such blocks end at least 128 tokens apart, so 128 tokens hold at most one.
       if ((position + 1) % kHcaRatio == 0 && position - (kHcaRatio - 1) >= span.prefix) shared.found = token;
+      shared.offsets[thread] = position % kHcaRatio;
       const bool pending = position >= kHcaRatio * (span.end / kHcaRatio) && position < span.end;
       if (pending && !resumes(span)) kept_row = meta.req_rows[request];
+      if (kept_row >= step.num_tail_rows) kept_row = -1;
     }
     shared.resumed[thread] = kept_row;
   }
   __syncthreads();
-  for (int i = thread / kLanes; i < kHcaRatio; i += kRowGroups) {
-    const int kept_row = shared.resumed[i];
-    if (kept_row < 0 || kept_row >= step.num_tail_rows) continue;
-    const int offset = static_cast<int>(meta.positions[first + i]) % kHcaRatio;
-    keep_row(step.input, step.tail + kept_row * step.tail_stride, first + i, offset);
+  // All loads of a batch go out before its first store: the compiler may not move them across.
+  constexpr int kKept = 4;
+  for (int begin = thread / kLanes; begin < kHcaRatio; begin += kKept * kRowGroups) {
+    Row4 rows[kKept];
+    int kept_rows[kKept];
+#pragma unroll
+    for (int j = 0; j < kKept; ++j) {
+      const int i = begin + j * kRowGroups;
+      kept_rows[j] = i < kHcaRatio ? shared.resumed[i] : -1;
+      if (kept_rows[j] >= 0) rows[j] = step.input.row(first + i, shared.offsets[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < kKept; ++j) {
+      if (kept_rows[j] < 0) continue;
+      const int offset = shared.offsets[begin + j * kRowGroups];
+      float* target = step.tail + kept_rows[j] * step.tail_stride + offset * 2 * kHeadDim;
+      store4(target, rows[j].c);
+      store4(target + kHeadDim, rows[j].z);
+    }
   }
   const int found = shared.found;
   if (found < 0) return;
