@@ -16,8 +16,9 @@ from sglang.srt.configs.mamba_utils import BaseLinearStateParams, Mamba2StateDTy
 from sglang.srt.configs.model_config_parser_registry import ModelConfigParserBase
 from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
-from sglang_dsv4.geometry import PAGE_SIZES, Geometry
-from sglang_dsv4.refusals import ARCHITECTURE, Refused, store_format
+from sglang_dsv4.geometry import HEAD_DIM, PAGE_SIZES, Geometry
+from sglang_dsv4.refusals import ARCHITECTURE, Refused, refuse_checkpoint, store_format
+from sglang_dsv4.server_defaults import mark_fp4_experts
 
 MODEL_TYPE = "deepseek_v4"
 
@@ -79,13 +80,15 @@ class DeepseekV4SlotConfig(_Base):  # type: ignore[misc, valid-type]
 
 
 def build_config(raw: dict[str, Any]) -> DeepseekV4SlotConfig:
-    """Configuration of a raw config.json mapping; `server_defaults` judges whether the pools can hold it."""
+    """Configuration of a raw config.json mapping. Raises `Refused` for a checkpoint that the pools cannot hold."""
+    refuse_checkpoint(raw)
     config: Any = DeepseekV4SlotConfig(**raw)
     # The transformers base class reshapes or drops some released fields; the raw values are what the model means.
     for name, value in raw.items():
         setattr(config, name, value)
     config.architectures = [ARCHITECTURE]
     config.raw_config = dict(raw)
+    config.v_head_dim = HEAD_DIM  # keys are values; the base class has another model's width
     if raw.get("n_group") is not None:
         # The released file carries V3's topk_group; V4 has no group limit.
         config.topk_group = raw["n_group"]
@@ -109,7 +112,9 @@ class SlotConfigParser(ModelConfigParserBase):
                 )
             path = Path(found)
         register_models()
-        return build_config(json.loads(path.read_text()))
+        raw = json.loads(path.read_text())
+        mark_fp4_experts(raw, str(model))
+        return build_config(raw)
 
 
 def register_models() -> None:

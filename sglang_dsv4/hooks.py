@@ -155,6 +155,25 @@ def _plan_snapshots(original: Callable[..., Any], self: Any, req: Any) -> Any:
     return plan_snapshots(self, req)
 
 
+def _prompt_budget(original: Callable[..., Any], self: Any, input_tokens: int, *args: Any, **kwargs: Any) -> Any:
+    from sglang_dsv4.cache.pages import PagePool
+
+    # SGLang holds a page back at admission but accepts prompts that reach into it: such a request would wait for
+    # ever, and every request behind it. None makes the scheduler refuse it with a message.
+    if isinstance(self.get_kvcache(), PagePool) and input_tokens + self.page_size >= kwargs["token_capacity"]:
+        return None
+    return original(self, input_tokens, *args, **kwargs)
+
+
+def _refusal_text(original: Callable[..., Any]) -> str:
+    import sys
+
+    from sglang_dsv4.refusals import Refused
+
+    error = sys.exc_info()[1]
+    return str(error) if isinstance(error, Refused) else original()
+
+
 def _checkpoint(original: Callable[..., Any], self: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
     from sglang_dsv4.cache.slots import SlotReqToTokenPool
 
@@ -220,6 +239,18 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req"),
         _plan_snapshots,
         "snapshots stand where repeats cannot use them",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
+        ("self", "input_tokens", "max_new_tokens", "token_capacity", "sliding_window_size", "chunk_size"),
+        _prompt_budget,
+        "a prompt as long as the page pool blocks the server",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.get_exception_traceback",
+        (),
+        _refusal_text,
+        "a refusal in the scheduler ends a traceback instead of being one line",
     ),
     Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",

@@ -274,6 +274,16 @@ def refuse_checkpoint(raw: Mapping[str, Any]) -> None:
     geometry_of(None, raw, env={})
 
 
+def check_host(device: str) -> None:
+    """Refuses a device for which there is no host of the model yet."""
+    if not device.startswith("cpu"):
+        raise Refused(
+            f"serving on --device {device} is not supported yet",
+            "the model around the attention layer runs on a CPU only so far",
+            "use --device cpu, or serve with SGLang's own DeepSeek-V4 by dropping --model-config-parser",
+        )
+
+
 def check_weights(hf_config: Any, device: str) -> None:
     """Refuses quantised weights on a CPU, whose model reads float32 and bfloat16 only."""
     quantisation = getattr(hf_config, "quantization_config", None)

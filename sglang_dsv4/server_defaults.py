@@ -83,6 +83,7 @@ def server_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
     cfg = resolving_view(server_args)
     decision = refusals.decide(server_args, device=cfg.device)
     refusals.geometry_of(server_args, hf_config)
+    refusals.check_host(cfg.device)
     refusals.check_weights(hf_config, cfg.device)
     if cfg.device == "cuda":
         return {**decision.overrides, **_cuda_defaults(server_args, cfg)}

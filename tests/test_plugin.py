@@ -78,7 +78,10 @@ def test_the_backend_refuses_pools_that_are_not_ours():
 def test_hooks_hand_foreign_models_to_sglang_unchanged():
     """Each wrapper is called as SGLang would for a model of another kind and must only pass the call on."""
     foreign = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=object()), req_to_token_pool=object(), model_config_parser="auto"
+        model_config=SimpleNamespace(hf_config=object()),
+        req_to_token_pool=object(),
+        model_config_parser="auto",
+        get_kvcache=object,
     )
     assert foreign.model_config_parser != BACKEND
     for hook in hooks.HOOKS:
@@ -94,6 +97,26 @@ def test_hooks_hand_foreign_models_to_sglang_unchanged():
             keyword_only = {n: object() for n in names[1:]}
             args = [foreign]
         else:
-            args = [foreign, *(object() for n in names[1:] if n not in ("up_to", "kwargs"))]
+            args = [foreign, *(object() for n in names[1:] if n not in ("up_to", "kwargs"))] if names else []
         assert hook.wrapper(original, *args, **keyword_only) in ("sglang's own", None)
         assert calls == [(tuple(args), keyword_only)]
+
+
+def test_a_prompt_that_reaches_into_the_page_held_back_is_refused_instead_of_waiting_for_ever():
+    from sglang_dsv4.cache.pages import PagePool
+
+    wrapper = next(h.wrapper for h in hooks.HOOKS if h.target.endswith("max_new_tokens_for_memory"))
+    allocator = SimpleNamespace(page_size=128, get_kvcache=lambda: PagePool.__new__(PagePool))
+    limits = {"token_capacity": 1024, "sliding_window_size": None, "chunk_size": 256}
+    assert wrapper(lambda *a, **k: 7, allocator, 895, 16, **limits) == 7
+    for length in (896, 960, 1017):
+        assert wrapper(lambda *a, **k: 0, allocator, length, 16, **limits) is None
+
+
+def test_a_refusal_in_a_child_process_is_reported_as_its_line_only():
+    wrapper = next(h.wrapper for h in hooks.HOOKS if h.target.endswith("get_exception_traceback"))
+    for error, expected in ((Refused("too small: why; what"), "too small: why; what"), (OSError("x"), "a traceback")):
+        try:
+            raise error
+        except Exception:
+            assert wrapper(lambda: "a traceback") == expected
