@@ -47,44 +47,35 @@ class SlotAttentionBackend(AttentionBackend):
 
     # Metadata
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Eager steps: tensors of their own."""
         mode = forward_batch.forward_mode
-        if mode.is_idle():
-            self._step = None
-            return
-        if not mode.is_decode():
+        self._step, self._snapshots = None, None
+        if mode.is_decode():
+            self._step, self._snapshots = self._decode_step(forward_batch)
+        elif not mode.is_idle():
             self._step = self._extend_step(forward_batch)
-            self._snapshots = None
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Captured decode steps: fills the static tensors that the graph of this batch size reads."""
+        if self._static is None or not forward_batch.forward_mode.is_decode():
+            self.init_forward_metadata(forward_batch)
             return
-        if self._static is not None and (in_capture or self._replays(forward_batch)):
-            self._step, self._snapshots = self._static_step(forward_batch, in_capture)
-            return
-        self._step, self._snapshots = self._decode_step(forward_batch)
+        step, snapshots = self._decode_step(forward_batch, columns=self._static.pages)
+        meta, self._snapshots = self._static.fill(step.meta, snapshots)
+        if in_capture:
+            self._captured[forward_batch.batch_size] = Step(meta, self.cache, self.ops, True, self.context_len)
+        self._step = self._captured[forward_batch.batch_size]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static tensors of captured decode steps."""
-        self._static = StaticDecode(
-            max_bs, -(-self.context_len // self.page_size), self.page_size, self.device
-        )
+        self._static = StaticDecode(max_bs, -(-self.context_len // self.page_size), self.page_size, self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def support_triton(self) -> bool:
         return self.device.type != "cpu"
-
-    def _replays(self, fb: Any) -> bool:
-        """A replay hands back the batch sizes that were captured; eager decode steps build their own tensors."""
-        return bool(getattr(fb, "can_run_decode_cuda_graph", False)) and fb.batch_size in self._captured
-
-    def _static_step(self, fb: Any, in_capture: bool) -> tuple[Step, tuple[Tensor, Tensor]]:
-        assert self._static is not None
-        step, snapshots = self._decode_step(fb, columns=self._static.pages)
-        size = fb.batch_size
-        meta, pairs = self._static.fill(step.meta, snapshots)
-        if in_capture:
-            self._captured[size] = Step(meta, self.cache, self.ops, True, self.context_len)
-        return self._captured[size], pairs
 
     def _decode_step(self, fb: Any, columns: int | None = None) -> tuple[Step, tuple[Tensor, Tensor]]:
         rows = fb.req_pool_indices.long()
@@ -221,9 +212,7 @@ class StaticDecode:
         self.snapshot_dst = ints(max_requests, dtype=torch.int64)
         self.none = ints(max_requests, 0)
 
-    def fill(
-        self, meta: StepMeta, snapshots: tuple[Tensor, Tensor]
-    ) -> tuple[StepMeta, tuple[Tensor, Tensor]]:
+    def fill(self, meta: StepMeta, snapshots: tuple[Tensor, Tensor]) -> tuple[StepMeta, tuple[Tensor, Tensor]]:
         """Copy a step in; returns the static views that the graph reads."""
         size = meta.num_requests
         for name in (
