@@ -47,7 +47,7 @@ class SlotStateParams(BaseLinearStateParams):
         return self.slot_bytes
 
 
-class DeepseekV4SlotConfig(_Base):  # type: ignore[misc, valid-type]
+class DeepseekV4SlotConfig(_Base):
     """SGLang's own deepseek_v4 configuration class, with every raw field kept and the state model's answers added."""
 
     model_type = MODEL_TYPE

@@ -173,7 +173,7 @@ class SlotAttentionBackend(AttentionBackend):
 
     # Layers
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         q: Tensor,
         k: Tensor,

@@ -33,7 +33,7 @@ class SlotRadixAttention(RadixAttention):
             layer_id, ratio, num_heads, scale, sink, rope, compressor, index_compressor, index_topk
         )
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         q: Tensor,
         kv: Tensor,
