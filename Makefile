@@ -5,6 +5,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 PY := $(VENV)/bin/python
+TINY := build/tiny
 PORT ?= 30000
 PYTHON ?=
 PIP_FLAGS ?=
@@ -12,11 +13,9 @@ PYTEST_ARGS ?=
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 
 # SGLang without a GPU: a stand-in for the CUDA-only sgl_kernel, importable by every process that SGLang spawns.
-# It goes on the path here and nowhere else; an installed wheel never sees it. CUDA_VISIBLE_DEVICES is emptied so
-# that a machine with a GPU takes the same path until the CUDA operations exist.
+# It goes on the path here and nowhere else; an installed wheel never sees it.
 export PYTHONPATH := $(CURDIR)/tools/cpu_shim$(if $(PYTHONPATH),:$(PYTHONPATH))
 export SGLANG_USE_CPU_ENGINE := 1
-export CUDA_VISIBLE_DEVICES :=
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
@@ -57,11 +56,16 @@ $(VENV)/.test: requirements/test.txt $(VENV)/.cpu
 
 env: $(VENV)/.package
 
-demo: env
-	@$(VENV)/bin/sglang-dsv4 demo --model build/tiny
+# Written again whenever its writer changes.
+$(TINY)/model.safetensors: sglang_dsv4/tiny.py sglang_dsv4/geometry.py configs/tiny.json | env
+	@echo "writing the tiny checkpoint"
+	@$(PY) -m sglang_dsv4.tiny $(TINY)
 
-serve: env
-	@$(VENV)/bin/sglang-dsv4 serve --model build/tiny --port $(PORT)
+demo: env $(TINY)/model.safetensors
+	@$(VENV)/bin/sglang-dsv4 demo --model $(TINY)
+
+serve: env $(TINY)/model.safetensors
+	@$(VENV)/bin/sglang-dsv4 serve --model $(TINY) --port $(PORT)
 
 lint: $(VENV)/.package $(VENV)/.test
 	@$(PY) -m ruff check .
