@@ -292,6 +292,7 @@ class Launch:
             *("--max-mamba-cache-size", str(self.max_mamba_cache_size)),
             *("--chunked-prefill-size", str(self.chunked_prefill_size)),
             "--enable-cache-report",
+            "--sleep-on-idle",  # an idle scheduler would otherwise keep one core busy with polling
             *self.extra_args,
         ]
 
