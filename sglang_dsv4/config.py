@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from sglang.srt.configs.mamba_utils import BaseLinearStateParams, Mamba2StateDTy
 from sglang.srt.configs.model_config_parser_registry import ModelConfigParserBase
 from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
+from sglang_dsv4 import cpu_engine
 from sglang_dsv4.geometry import HEAD_DIM, PAGE_SIZES, Geometry
 from sglang_dsv4.refusals import ARCHITECTURE, Refused, refuse_checkpoint, store_format
 from sglang_dsv4.server_defaults import mark_fp4_experts
@@ -112,6 +114,8 @@ class SlotConfigParser(ModelConfigParserBase):
                 )
             path = Path(found)
         register_models()
+        if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+            cpu_engine.prepare()
         raw = json.loads(path.read_text())
         mark_fp4_experts(raw, str(model))
         return build_config(raw)

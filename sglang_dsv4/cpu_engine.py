@@ -1,7 +1,7 @@
-"""What SGLang's CPU engine needs for a state model; registered where SGLANG_USE_CPU_ENGINE=1 only.
+"""What SGLang's CPU engine needs for a state model. Runs in processes that serve our model, and nowhere else.
 
-SGLang pins host memory in a few places without asking whether there is an accelerator, and allows tracked state on
-accelerators only.
+SGLang allows tracked state on accelerators only, and pins host memory in a few places without asking whether there
+is an accelerator to pin it for.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from typing import Any
 import torch
 
 
-def register() -> None:
+def prepare() -> None:
+    """Make this process fit for our model on a machine without a GPU; nothing where there is one."""
     if torch.cuda.is_available():
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.arg_groups import mamba_hook
 
-    HookRegistry.register(
-        "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
-        lambda original: True,
-        HookType.AROUND,
-    )
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
     _ignore_pinning()
 
 

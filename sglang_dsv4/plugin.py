@@ -7,7 +7,6 @@ The parser is registered last: where anything before it fails there is no parser
 from __future__ import annotations
 
 import logging
-import os
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,6 @@ def register() -> None:
     )
     server_defaults.register()
     hooks.register_hooks()
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        from sglang_dsv4 import cpu_engine
-
-        cpu_engine.register()
     register_model_config_parser(refusals.BACKEND)(SlotConfigParser)
 
 
