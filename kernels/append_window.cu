@@ -2,6 +2,7 @@
 // One warp a token; contract in sglang_dsv4/ops/append_window.py.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
+#include "dsv4/grid.cuh"
 #include "dsv4/meta.cuh"
 
 namespace {
@@ -14,6 +15,8 @@ template <typename T>
 __global__ void __launch_bounds__(kWarps * 32)
     append_window_kernel(const __grid_constant__ StepMeta meta, const RowPool<MainFp8> window,
                          const T* __restrict__ kv, const int64_t kv_stride) {
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int lane = threadIdx.x & 31;
   const int token = blockIdx.x * kWarps + (threadIdx.x >> 5);
   if (token >= meta.num_tokens) return;
@@ -52,6 +55,7 @@ void launch_append(const TensorView& window, const TensorView& kv, const StepMet
   LaunchShape shape;
   shape.grid = dim3((meta.num_tokens + kWarps - 1) / kWarps);
   shape.block = dim3(kWarps * 32);
+  shape.overlap = true;
   launch(kv, shape, append_window_kernel<T>, meta, make_pool<MainFp8>(window), data_of<const T>(kv), kv.stride(0));
 }
 

@@ -4,13 +4,14 @@
 // and most steps have none, so every CTA first looks at the list and leaves when it is empty.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
+#include "dsv4/grid.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVectors = 5;  // 16-byte loads that a thread has in flight
 constexpr int kTile = kThreads * kVectors;
-constexpr int kBlocksPerMultiprocessor = 4;
+constexpr int kBlocksPerMultiprocessor = 6;
 
 // One tensor [layers, slots, ...]: `vectors` 16-byte vectors a slot, cut into `tiles` of `tile_vectors`.
 struct Planes {
@@ -41,12 +42,14 @@ __device__ __forceinline__ void copy_tile(const Planes& planes, int64_t from, in
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     copy_state_kernel(const __grid_constant__ Planes windows, const __grid_constant__ Planes overlaps,
                       const int64_t* __restrict__ src, const int64_t* __restrict__ dst, const int num_pairs,
                       const int64_t num_slots) {
   __shared__ int64_t pairs[kThreads][2];
   __shared__ int warp_counts[kThreads / 32];
+  dsv4::grid_dependency_launch();
+  dsv4::grid_dependency_wait();
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int window_items = windows.layers * windows.tiles;
   const int items_per_pair = window_items + overlaps.layers * overlaps.tiles;
@@ -104,6 +107,7 @@ void copy_state(dsv4::TensorView windows, dsv4::TensorView overlaps, dsv4::Tenso
   dsv4::LaunchShape shape;
   shape.grid = dim3(dsv4::multiprocessors() * kBlocksPerMultiprocessor);
   shape.block = dim3(kThreads);
+  shape.overlap = true;
   dsv4::launch(windows, shape, copy_state_kernel, make_planes(windows, 1), make_planes(overlaps, 4),
                dsv4::data_of<const int64_t>(src), dsv4::data_of<const int64_t>(dst), static_cast<int>(src.size(0)),
                windows.size(1));

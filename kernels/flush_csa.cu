@@ -10,6 +10,7 @@
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
 #include "dsv4/compress.cuh"
+#include "dsv4/grid.cuh"
 #include "dsv4/meta.cuh"
 
 namespace {
@@ -48,10 +49,17 @@ struct Channels {
   const float* ape;
   int width;
 
-  __device__ __forceinline__ Row4 row(int token, int offset, int half) const {
+  // C, and Z without ape.
+  __device__ __forceinline__ Row4 raw_row(int token, int half) const {
     const T* source = base + token * stride + half * width;
-    Row4 out = {load4(source), load4(source + 2 * width)};
-    out.z = add4(out.z, load4(ape + (2 * offset + half) * width));
+    return {load4(source), load4(source + 2 * width)};
+  }
+  __device__ __forceinline__ void add_ape(Row4& row, int offset, int half) const {
+    row.z = add4(row.z, load4(ape + (2 * offset + half) * width));
+  }
+  __device__ __forceinline__ Row4 row(int token, int offset, int half) const {
+    Row4 out = raw_row(token, half);
+    add_ape(out, offset, half);
     return out;
   }
 };
@@ -74,27 +82,52 @@ struct Kept {
   __device__ __forceinline__ float* normal_half(int offset) const { return tail + (offset * 4 + 2) * kStateDim; }
 };
 
-// Pooled channels of `thread`, normalised, rotated, quantised and stored as entry row `row`. All threads call it.
+// What an entry needs beside its rows, at the thread's channels: loaded with the rows, used long after them. (The norm's
+// weights are the same for all entries and lie in the L1 cache.)
+struct Finish {
+  float2 turns[2];  // of the thread's two pairs, if it owns rotated channels
+  int64_t row;
+};
+
+__device__ __forceinline__ bool owns_rope() {
+  const int thread = threadIdx.x;
+  return thread < kMainThreads ? thread >= kNopeDim / 4 : thread >= kMainThreads + (kIndexDim - kRopeDim) / 4;
+}
+
+__device__ __forceinline__ Finish load_finish(const StepMeta& meta, int request, int block, const Compressor& weights) {
+  const int thread = threadIdx.x, group = thread < kMainThreads ? thread : thread - kMainThreads;
+  Finish finish;
+  finish.row = meta.entry_row(request, block, kRatioShift);
+  if (owns_rope()) {
+    const int pair = 2 * (group % (kRopeDim / 4));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) finish.turns[i] = rotation(weights, int64_t{kCsaRatio} * block, pair + i);
+  }
+  return finish;
+}
+
+// Pooled channels of `thread`, normalised, rotated, quantised and stored. All threads call it.
 template <typename IndexLayout>
-__device__ __forceinline__ void finish_entry(float (&x)[4], const Compressor& weights, int64_t position,
+__device__ __forceinline__ void finish_entry(float (&x)[4], const Finish& finish, const Compressor& weights,
                                              const RowPool<MainFp8>& entries, const RowPool<IndexLayout>& keys,
-                                             int64_t row, float* partial) {
+                                             float* partial) {
   const int thread = threadIdx.x, lane = thread & 31;
   const bool is_main = thread < kMainThreads;
   const int channel = 4 * (is_main ? thread : thread - kMainThreads);
   const int width = is_main ? kHeadDim : kIndexDim;
+  const int64_t row = finish.row;
 
   float squares = warp_sum(fmaf(x[0], x[0], fmaf(x[1], x[1], fmaf(x[2], x[2], __fmul_rn(x[3], x[3])))));
   if (lane == 0) partial[thread >> 5] = squares;
   __syncthreads();
   if (is_main) squares = (partial[0] + partial[1]) + (partial[2] + partial[3]);
-  const float scale = 1.0f / sqrtf(squares / static_cast<float>(width) + weights.eps);
+  const float scale = rsqrtf(fmaf(squares, 1.0f / static_cast<float>(width), weights.eps));
+  const float4 norm = weights.weight4(channel);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], scale), weights.weight(channel + i));
-  if (channel >= width - kRopeDim) {
-    const int pair = (channel - (width - kRopeDim)) / 2;
-    rotate_pair(weights, position, pair, x[0], x[1]);
-    rotate_pair(weights, position, pair + 1, x[2], x[3]);
+  for (int i = 0; i < 4; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], scale), component(norm, i));
+  if (owns_rope()) {
+    rotate_pair(finish.turns[0], x[0], x[1]);
+    rotate_pair(finish.turns[1], x[2], x[3]);
   }
 
   const bool stored = entries.contains(row) && keys.contains(row);
@@ -162,7 +195,6 @@ __device__ __forceinline__ void make_entry(const StepMeta& meta, int request, in
                                            const Channels<T>& input, const Kept& kept, const Compressor& weights,
                                            const RowPool<MainFp8>& entries, const RowPool<IndexLayout>& keys,
                                            float* partial) {
-  const int64_t row = meta.entry_row(request, block, kRatioShift);
   const int base = first_token - prefix + kCsaRatio * block;  // token at the block's first position
   Row4 rows[kRows];
 #pragma unroll
@@ -171,7 +203,7 @@ __device__ __forceinline__ void make_entry(const StepMeta& meta, int request, in
     if (kInStep) {
       // Block 0 has no predecessor: its own rows stand in for the addresses, and are masked below.
       const int back = half == 0 && block > 0 ? kCsaRatio : 0;
-      rows[j] = input.row(base - back + offset, offset, half);
+      rows[j] = input.raw_row(base - back + offset, half);
     } else if (half == 0) {
       if (block == 0) continue;
       const int position = kCsaRatio * (block - 1) + offset;
@@ -181,6 +213,13 @@ __device__ __forceinline__ void make_entry(const StepMeta& meta, int request, in
       const int position = kCsaRatio * block + offset;
       rows[j] = position >= prefix ? input.row(base + offset, offset, 1) : kept_row(kept.normal_half(offset));
     }
+  }
+  const Finish finish = load_finish(meta, request, block, weights);
+  if (kInStep) {
+    // Behind a fence for the compiler: registers are for rows under way, ape waits in the L1 cache.
+    asm volatile("" ::: "memory");
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) input.add_ape(rows[j], j % kCsaRatio, j / kCsaRatio);
   }
   if (block == 0) {
     constexpr float kNone = -INFINITY;
@@ -197,9 +236,9 @@ __device__ __forceinline__ void make_entry(const StepMeta& meta, int request, in
 #pragma unroll
     for (int j = 0; j < kRows; ++j) c[j] = component(rows[j].c, i), z[j] = component(rows[j].z, i);
     const Pooled pooled = pool_rows(c, z);
-    x[i] = pooled.value / pooled.sum;
+    x[i] = __fdividef(pooled.value, pooled.sum);
   }
-  finish_entry(x, weights, int64_t{kCsaRatio} * block, entries, keys, row, partial);
+  finish_entry(x, finish, weights, entries, keys, partial);
 }
 
 // Whether every row that block `block` pools stands in the step.
@@ -207,12 +246,28 @@ __device__ __forceinline__ bool in_step(int block, int prefix) {
   return kCsaRatio * (block == 0 ? 0 : block - 1) >= prefix;
 }
 
+// Asks for the rows of four tokens while it is still unknown which block they belong to: this CTA or the next one
+// loads them in any case.
+template <typename T>
+__device__ __forceinline__ void prefetch_tokens(const CsaInput<T>& in, int first, int num_tokens) {
+  constexpr int kLine = 128;
+  constexpr int kMainLines = 4 * kHeadDim * sizeof(T) / kLine, kIndexLines = 4 * kIndexDim * sizeof(T) / kLine;
+  for (int i = threadIdx.x; i < kCsaRatio * (kMainLines + kIndexLines); i += kThreads) {
+    const int token = first + i / (kMainLines + kIndexLines), line = i % (kMainLines + kIndexLines);
+    if (token >= num_tokens) return;
+    const T* row = line < kMainLines ? in.main + token * in.main_stride : in.index + token * in.index_stride;
+    prefetch_l2(reinterpret_cast<const char*>(row) + (line < kMainLines ? line : line - kMainLines) * kLine);
+  }
+}
+
 template <typename T, typename IndexLayout>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     flush_csa_kernel(const __grid_constant__ StepMeta meta, const CsaInput<T> in, const __grid_constant__ Compressor main,
                      const __grid_constant__ Compressor index, const CsaState state, const RowPool<MainFp8> entries,
                      const RowPool<IndexLayout> keys) {
   __shared__ float partial[2][kThreads / 32];
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int thread = threadIdx.x;
   const bool is_main = thread < kMainThreads;
   const Compressor& weights = is_main ? main : index;
@@ -224,6 +279,7 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x >= static_cast<unsigned>(meta.num_requests)) {
     // Two such blocks end at least four tokens apart, so four tokens hold at most one.
     const int first = (blockIdx.x - meta.num_requests) * kCsaRatio;
+    prefetch_tokens(in, first, meta.num_tokens);
     int found = -1, request = 0, block = 0, prefix = 0;
 #pragma unroll
     for (int i = 0; i < kCsaRatio; ++i) {
@@ -244,8 +300,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const int request = blockIdx.x;
   const RequestSpan span = request_span(meta, request);
-  if (span.end <= span.prefix) return;
   const int slot = meta.slots[request], req_row = meta.req_rows[request];
+  if (span.end <= span.prefix) return;
   if (slot < 0 || slot >= state.num_slots || req_row < 0 || req_row >= state.num_rows) return;
   const Kept kept = {state.overlap + slot * state.overlap_stride + 4 * thread,
                      state.tail + req_row * state.tail_stride + 4 * thread};
@@ -292,6 +348,7 @@ void launch_flush(const TensorView& main_kv_score, const TensorView& index_kv_sc
   LaunchShape shape;
   shape.grid = dim3(meta.num_requests + (meta.num_tokens + kCsaRatio - 1) / kCsaRatio);
   shape.block = dim3(kThreads);
+  shape.overlap = true;
   const CsaInput<T> input = {data_of<const T>(main_kv_score), main_kv_score.stride(0),
                              data_of<const T>(index_kv_score), index_kv_score.stride(0)};
   launch(main_kv_score, shape, flush_csa_kernel<T, IndexLayout>, meta, input, main, index, state,

@@ -4,6 +4,7 @@
 // that each of its two stores covers 512 contiguous bytes with the rest of the warp.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
+#include "dsv4/grid.cuh"
 #include "dsv4/meta.cuh"
 
 namespace {
@@ -116,25 +117,27 @@ struct Source {
 
 __device__ __forceinline__ Source source_of(const StepMeta& meta, const Plan& plan, const RowPool<MainFp8>& window,
                                             const RowPool<MainFp8>& entries, int ratio_shift, int64_t row, int request) {
-  Source source = {kNone, 0, nullptr, nullptr};
-  const int prefix = meta.prefix_lens[request];
-  const int extent = meta.seq_lens[request] - prefix;
-  const int64_t at = row - plan.offsets[request];
+  // All that one request decides is loaded at once: what follows depends on it.
+  const int prefix = meta.prefix_lens[request], end = meta.seq_lens[request], slot = meta.slots[request];
+  const int first_token = meta.token_offsets[request], last_token = meta.token_offsets[request + 1];
+  const int64_t at = row - plan.offsets[request], num_entries = plan.num_entries[request];
+  const int extent = end - prefix;
+  const Source none = {kNone, 0, nullptr, nullptr};
   if (at < kWindow) {
     const int64_t position = prefix - kWindow + at;
-    const int64_t stored = int64_t{meta.slots[request]} * kWindow + position % kWindow;
-    if (position < 0 || extent <= 0 || !window.contains(stored)) return source;
+    const int64_t stored = int64_t{slot} * kWindow + position % kWindow;
+    if (position < 0 || extent <= 0 || !window.contains(stored)) return none;
     return {kStored, 0, window.data(stored), window.scale(stored)};
   }
   if (at < kWindow + extent) {
-    const int64_t token = meta.token_offsets[request] + (at - kWindow);
-    if (token >= meta.num_tokens || meta.token_to_req[token] != request) return source;
+    const int64_t token = first_token + (at - kWindow);
+    if (token >= last_token || token >= meta.num_tokens) return none;
     return {kChunk, static_cast<int>(token), nullptr, nullptr};
   }
   const int64_t entry = at - kWindow - max(extent, 0);
-  if (entry >= plan.num_entries[request]) return source;
+  if (entry >= num_entries) return none;
   const int64_t stored = meta.entry_row(request, static_cast<int>(entry), ratio_shift);
-  if (!entries.contains(stored)) return source;
+  if (!entries.contains(stored)) return none;
   return {kStored, 0, entries.data(stored), entries.scale(stored)};
 }
 
@@ -144,13 +147,15 @@ __global__ void __launch_bounds__(kWarps * 32)
                   __nv_bfloat16* __restrict__ workspace, const int64_t workspace_stride, const RowPool<MainFp8> window,
                   const T* __restrict__ kv, const int64_t kv_stride, const RowPool<MainFp8> entries,
                   const int ratio_shift) {
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int lane = threadIdx.x & 31;
   const int64_t first = (int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5)) * kRows;
   if (first >= plan.num_rows) return;
 
   // The request of the first row, by the whole warp; a request has 128 rows or more, so the others follow closely.
-  int request = -1;
-  for (int base = 0; base < meta.num_requests; base += 32) {
+  int request = meta.num_requests == 1 ? 0 : -1;
+  for (int base = 0; base < meta.num_requests && meta.num_requests > 1; base += 32) {
     const bool reached = base + lane < meta.num_requests && plan.offsets[base + lane] <= first;
     const unsigned ballot = __ballot_sync(kFullMask, reached);
     request += __popc(ballot);
@@ -215,6 +220,7 @@ void gather(TensorView workspace, TensorView window, TensorView kv, TensorView e
   constexpr int kCtaRows = kWarps * kRows;
   shape.grid = dim3(static_cast<unsigned>((num_rows + kCtaRows - 1) / kCtaRows));
   shape.block = dim3(kWarps * 32);
+  shape.overlap = true;
   const auto run = [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     launch(workspace, shape, gather_kernel<T>, meta, plan, data_of<__nv_bfloat16>(workspace), workspace.stride(0),

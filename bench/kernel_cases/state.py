@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernel_cases import in_tree
 from kernel_cases.base import Case, sets_for
 from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import (
@@ -181,7 +182,19 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
                     append(i)
 
                 total = append_bytes(spans) + csa_bytes(spans)
-                yield Case("append_window + flush_csa", shape, total, both, layers.sets)
+                rival = in_tree.decode_layer([a for a, _ in spans], layers.sets, device)
+                rival_name = in_tree.NAME if rival else None
+                limit = "1.02 of the rival" if batch == 64 else ""
+                yield Case(
+                    "append_window + flush_csa",
+                    shape,
+                    total,
+                    both,
+                    layers.sets,
+                    rival=rival_name,
+                    rival_run=rival,
+                    limit=limit,
+                )
             else:
                 csa = layers.csa()
             yield Case("flush_csa", shape, csa_bytes(spans), csa, layers.sets)
@@ -203,24 +216,31 @@ def prefill_cases(device: torch.device) -> Iterator[Case]:
 
 
 def gather_cases(device: torch.device) -> Iterator[Case]:
+    """One request at each context, alone in its step with a long or a short chunk; then a step of eight."""
     for context in (8192, 32768, 131072, 1048576):
         for ratio, chunk in ((CSA_RATIO, 8192), (CSA_RATIO, 256), (HCA_RATIO, 8192)):
-            spans = [(context - chunk, chunk)]
-            layers = Layers(spans, 4 if context < 1 << 20 else 2, device)
-            window = torch.zeros(WINDOW_GROUPS * layers.slots, MAIN_FP8.group_bytes, dtype=torch.uint8, device=device)
-            entries = layers.rows(MAIN_FP8.group_bytes, ratio)
-            entries.random_(0, 120)  # finite codes and scales
-            plan = Workspace.plan([context - chunk], [context], ratio, device)
-            kv = layers.randn(layers.sets, chunk, HEAD_DIM, dtype=torch.bfloat16)
-            workspace = torch.empty(layers.sets, plan.num_rows, HEAD_DIM, dtype=torch.bfloat16, device=device)
-            history = WINDOW if context > chunk else 0
-            moved = (context // ratio + history) * (ROW + 2 * HEAD_DIM) + chunk * 4 * HEAD_DIM
-
-            def run(i: int, w=window, k=kv, e=entries, p=plan, o=workspace, ls=layers, r=ratio) -> None:
-                gather_cuda(o[i], w, k[i], e, ls.metas[i], p, ratio=r, codec=CODEC)
-
             shape = f"ratio {ratio}, context {context // 1024}K, chunk {chunk}"
-            yield Case("gather", shape, moved, run, layers.sets, limit="85 % of copy bandwidth")
+            yield gather_case(shape, [(context - chunk, chunk)], ratio, 4 if context < 1 << 20 else 2, device)
+    for context in (8192, 32768):
+        spans = [(context - 1024, 1024)] * 8
+        yield gather_case(f"ratio 4, context 8 x {context // 1024}K, chunk 1024", spans, CSA_RATIO, 4, device)
+
+
+def gather_case(shape: str, spans: list[tuple[int, int]], ratio: int, sets: int, device: torch.device) -> Case:
+    layers = Layers(spans, sets, device)
+    window = torch.zeros(WINDOW_GROUPS * layers.slots, MAIN_FP8.group_bytes, dtype=torch.uint8, device=device)
+    entries = layers.rows(MAIN_FP8.group_bytes, ratio)
+    entries.random_(0, 120)  # finite codes and scales
+    plan = Workspace.plan([a for a, _ in spans], [a + n for a, n in spans], ratio, device)
+    kv = layers.randn(layers.sets, layers.tokens, HEAD_DIM, dtype=torch.bfloat16)
+    workspace = torch.empty(layers.sets, plan.num_rows, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    stored = sum((a + n) // ratio + min(a, WINDOW) for a, n in spans)
+    moved = stored * (ROW + 2 * HEAD_DIM) + layers.tokens * 4 * HEAD_DIM
+
+    def run(i: int) -> None:
+        gather_cuda(workspace[i], window, kv[i], entries, layers.metas[i], plan, ratio=ratio, codec=CODEC)
+
+    return Case("gather", shape, moved, run, layers.sets, limit="85 % of copy bandwidth")
 
 
 def copy_cases(device: torch.device) -> Iterator[Case]:

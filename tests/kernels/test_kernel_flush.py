@@ -74,7 +74,9 @@ def assert_rows_close(codec: RowCodec, got: torch.Tensor, want: torch.Tensor, un
     relative = 0.5 if codec.layout == INDEX_FP4 else 0.13
     floor = (y.abs().amax(-1, keepdim=True) / (8 if codec.layout == INDEX_FP4 else 448)).clamp(min=1e-6)
     assert ((x - y).abs() <= relative * torch.maximum(x.abs(), y.abs()) + floor).all()
-    assert (x != y).float().mean() < 5e-3, "more codes differ than rounding explains"
+    # A float32 scale may differ in its last bit, which moves all values: what counts are the codes.
+    other = (data[written] != want_data[written]).float().mean()
+    assert other < 5e-3, f"{other:.2%} of the codes differ, more than rounding explains"
 
 
 def run_csa(plan: Plan, layout: RowLayout, device: torch.device, dtype: torch.dtype = torch.float32):
@@ -123,18 +125,23 @@ def test_flush_hca_agrees_with_the_reference(device, name, dtype):
     assert_rows_close(CODEC, got.entries, want.entries)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_a_short_step_run_twice_writes_the_same_bytes(device, count):
-    """No step of a block or less overwrites a state row that it reads."""
-    plan = Plan([(p, count) for p in range(0, 260, 3)], seed=count)
-    meta, numbers = make_step(plan, device)
+@pytest.mark.parametrize(
+    "requests",
+    [
+        pytest.param([(p, 1) for p in range(260)], id="one token in every phase"),
+        pytest.param([(0, n) for n in range(1, 400, 7)], id="first chunks of any length"),
+        pytest.param([(4 * b, n) for b in range(70) for n in (1, 2, 3)], id="inside a block"),
+    ],
+)
+def test_a_step_run_twice_writes_the_same_bytes(device, requests):
+    """A decode step and a first chunk overwrite no state row that they read."""
+    meta, numbers = make_step(Plan(requests), device)
     guard = Guarded(device)
     csa, hca = csa_buffers(meta, numbers, INDEX_FP4, guard), hca_buffers(meta, numbers, guard)
     seen = []
     for _ in range(2):
         flush_csa_cuda(*csa.arguments(), meta, codec=CODEC, index_codec=index_codec(INDEX_FP4))
-        if count == 1:  # a longer one may start the next HCA block over the rows of this one
-            flush_hca_cuda(*hca.arguments(), meta, codec=CODEC)
+        flush_hca_cuda(*hca.arguments(), meta, codec=CODEC)
         seen.append([v.clone() for v in (*csa.written().values(), *hca.written().values())])
     assert all(same_bytes(a, b) for a, b in zip(*seen, strict=True))
 

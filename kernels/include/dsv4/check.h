@@ -51,6 +51,8 @@ struct LaunchShape {
   dim3 block;
   size_t dynamic_smem = 0;
   unsigned cluster = 1;  // thread block cluster along x; needs compute capability 9.0
+  // The kernel may start while the one before it ends; it must call grid_dependency_wait() (grid.cuh) first of all.
+  bool overlap = false;
 };
 
 // Launches on torch's current stream. An empty grid is no launch: a step may hold no tokens.
@@ -67,14 +69,19 @@ void launch(const TensorView& anchor, const LaunchShape& shape, void (*kernel)(P
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.dynamic_smem;
   config.stream = current_stream(anchor);
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
   if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = shape.cluster;
     attribute.val.clusterDim.y = 1;
     attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+  }
+  if (shape.overlap && DSV4_ARCH >= 90) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "kernel launch");
 }

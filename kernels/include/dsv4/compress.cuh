@@ -24,6 +24,7 @@ struct Compressor {
     return norm_is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(norm_weight)[channel])
                         : static_cast<const float*>(norm_weight)[channel];
   }
+  __device__ __forceinline__ float4 weight4(int channel) const;
 };
 
 inline Compressor make_compressor(const TensorView& ape, const TensorView& norm_weight, const TensorView& rope,
@@ -37,6 +38,10 @@ __device__ __forceinline__ float4 load4(const __nv_bfloat16* source) {
   const uint2 v = *reinterpret_cast<const uint2*>(source);
   const float2 low = unpack_bf16(v.x), high = unpack_bf16(v.y);
   return make_float4(low.x, low.y, high.x, high.y);
+}
+__device__ __forceinline__ float4 Compressor::weight4(int channel) const {
+  return norm_is_bf16 ? load4(static_cast<const __nv_bfloat16*>(norm_weight) + channel)
+                      : load4(static_cast<const float*>(norm_weight) + channel);
 }
 __device__ __forceinline__ void store4(float* target, float4 v) { *reinterpret_cast<float4*>(target) = v; }
 
@@ -55,25 +60,41 @@ struct Row4 {
   float4 z;
 };
 
-// Softmax-weighted sum of `kRows` rows for one channel: largest score, sum of weights, weighted sum.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Softmax-weighted sum of rows for one channel. `max` is the largest score times log2(e), rounded: weights are
+// 2^(score * log2(e) - max) with one rounding, so what that rounding moves is the same for all rows and cancels.
 struct Pooled {
   float max;
   float sum;
   float value;
 };
 
+constexpr float kLog2e = 1.4426950408889634f;
+
 template <int kRows>
 __device__ __forceinline__ Pooled pool_rows(const float (&c)[kRows], const float (&z)[kRows]) {
-  Pooled out = {z[0], 0.0f, 0.0f};
+  float top = z[0];
 #pragma unroll
-  for (int j = 1; j < kRows; ++j) out.max = fmaxf(out.max, z[j]);
+  for (int j = 1; j < kRows; ++j) top = fmaxf(top, z[j]);
+  Pooled out = {__fmul_rn(top, kLog2e), 0.0f, 0.0f};
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
-    const float weight = expf(z[j] - out.max);  // 0 for z = -inf
-    out.sum += weight;
+    const float weight = exp2_fast(fmaf(z[j], kLog2e, -out.max));  // 0 for z = -inf
+    out.sum = __fadd_rn(out.sum, weight);
     out.value = fmaf(weight, c[j], out.value);
   }
   return out;
+}
+
+__device__ __forceinline__ Pooled merge(const Pooled& a, const Pooled& b) {
+  const float top = fmaxf(a.max, b.max);
+  const float of_a = exp2_fast(__fsub_rn(a.max, top)), of_b = exp2_fast(__fsub_rn(b.max, top));
+  return {top, fmaf(b.sum, of_b, __fmul_rn(a.sum, of_a)), fmaf(b.value, of_b, __fmul_rn(a.value, of_a))};
 }
 
 __device__ __forceinline__ float component(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -84,12 +105,15 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Rotates the pair (even, odd) by the angle of `pair` at `position`.
-__device__ __forceinline__ void rotate_pair(const Compressor& weights, int64_t position, int pair, float& even, float& odd) {
+// Cosine and sine of `pair` at `position`.
+__device__ __forceinline__ float2 rotation(const Compressor& weights, int64_t position, int pair) {
   const float* table = weights.rope + position * weights.rope_stride;
-  const float cos = table[pair], sin = table[kRopeDim / 2 + pair];
-  const float turned = __fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin));
-  odd = __fadd_rn(__fmul_rn(even, sin), __fmul_rn(odd, cos));
+  return make_float2(table[pair], table[kRopeDim / 2 + pair]);
+}
+
+__device__ __forceinline__ void rotate_pair(float2 turn, float& even, float& odd) {
+  const float turned = __fsub_rn(__fmul_rn(even, turn.x), __fmul_rn(odd, turn.y));
+  odd = __fadd_rn(__fmul_rn(even, turn.y), __fmul_rn(odd, turn.x));
   even = turned;
 }
 
