@@ -10,7 +10,7 @@ PORT ?= 30000
 PYTHON ?=
 PIP_FLAGS ?=
 PYTEST_ARGS ?=
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+PIP := $(PY) -m pip --disable-pip-version-check install -qq $(PIP_FLAGS)
 
 # SGLang without a GPU: a stand-in for the CUDA-only sgl_kernel, importable by every process that SGLang spawns.
 # It goes on the path here and nowhere else; an installed wheel never sees it.

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import string
@@ -31,6 +32,7 @@ from typing import Any, Self
 PARSER = "dsv4_slot"
 READY_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 600.0
+_TELLING = re.compile(r"^sglang-dsv4: |^(\w+\.)*\w*(Error|Exception): ")
 _MIN_TOKEN_IDS = 16  # fewer distinct ids make prompts that look alike
 
 
@@ -367,9 +369,10 @@ class Server:
             time.sleep(1.0)
 
     def last_words(self) -> str:
-        """The last line that the server wrote."""
-        lines = self.log.read_text(errors="replace").split("\n")
-        return next((_one_line(line) for line in reversed(lines) if line.strip()), "it wrote nothing")
+        """The last line of the log that names an error, or else the last line."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        telling = [line for line in lines if _TELLING.search(line)]
+        return _one_line((telling or lines or ["it wrote nothing"])[-1])
 
     def stop(self, patience_s: float = 20.0) -> None:
         """End the server and every process it started. Does nothing the second time."""

@@ -203,6 +203,12 @@ def test_a_server_that_dies_is_told_by_its_last_words(tmp_path):
         Server(script, tmp_path / "server.log")
 
 
+def test_an_error_is_told_rather_than_what_came_after_it(tmp_path):
+    program = "print('ValueError: no memory'); raise SystemExit('kill_process_tree called')"
+    with pytest.raises(ServerError, match=r"did not start: ValueError: no memory \(log: "):
+        Server(Script(tmp_path, extra_args=(program,)), tmp_path / "server.log")
+
+
 def test_a_server_that_hangs_is_given_up(tmp_path):
     script = Script(tmp_path, extra_args=("import time; time.sleep(600)",))
     with pytest.raises(ServerError, match="was not ready after"):
