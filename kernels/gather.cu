@@ -123,6 +123,7 @@ __device__ __forceinline__ Source source_of(const StepMeta& meta, const Plan& pl
   const int64_t at = row - plan.offsets[request], num_entries = plan.num_entries[request];
   const int extent = end - prefix;
   const Source none = {kNone, 0, nullptr, nullptr};
+  if (at < 0) return none;  // before the first request's rows
   if (at < kWindow) {
     const int64_t position = prefix - kWindow + at;
     const int64_t stored = int64_t{slot} * kWindow + position % kWindow;

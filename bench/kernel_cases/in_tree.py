@@ -74,8 +74,12 @@ def load() -> dict[str, Any] | None:
             INDEXER_K_CACHE_PRESHUFFLE_TILE=0,
             aiter_can_use_preshuffle_paged_mqa=no,
         )
-    compress = importlib.import_module("sglang.kernels.ops.attention.dsv4.compress")
-    store = importlib.import_module("sglang.kernels.ops.attention.dsv4.attn")
+    try:
+        compress = importlib.import_module("sglang.kernels.ops.attention.dsv4.compress")
+        store = importlib.import_module("sglang.kernels.ops.attention.dsv4.attn")
+    except ImportError as error:
+        print(f"SGLang's kernels cannot be loaded: {error}", flush=True)
+        return None
     return {
         "decode_plan": compress.CompressorDecodePlan,
         "prefill_plan": compress.CompressorPrefillPlan,
