@@ -10,6 +10,7 @@ made once for all layers and is not timed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -47,6 +48,7 @@ def _package(name: str, path: str) -> None:
     sys.modules[name] = module
 
 
+@functools.cache
 def load() -> dict[str, Any] | None:
     """The functions by name, or None without SGLang's sources."""
     spec = importlib.util.find_spec("sglang")
