@@ -76,11 +76,9 @@ def make_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
         weights |= _feed_forward(draw, config, f"{prefix}.ffn", layer < config["num_hash_layers"])
         for name in ("attn", "ffn"):
             weights[f"{prefix}.{name}_norm.weight"] = draw.uniform(hidden, low=0.7, high=1.3)
-            weights |= _mixer(
-                draw, config, f"{prefix}.hc_{name}", (2 + config["hc_mult"]) * config["hc_mult"], 3
-            )
+            weights |= _mixer(draw, config, f"{prefix}.hc_{name}", (2 + config["hc_mult"]) * config["hc_mult"], 3)
     weights["norm.weight"] = draw.uniform(hidden, low=0.7, high=1.3)
-    head = draw.linear(vocab, hidden, gain=1.25)
+    head = draw.linear(vocab, hidden)
     head[: len(SPECIAL_TOKENS)] *= _QUIET
     weights["head.weight"] = head
     return weights | _mixer(draw, config, "hc_head", config["hc_mult"], 1)
@@ -100,7 +98,7 @@ def _compressor(draw: _Draw, hidden: int, width: int, ratio: int, prefix: str) -
         f"{prefix}.ape": draw.normal(ratio, channels, std=0.7),
         f"{prefix}.wkv.weight": draw.linear(channels, hidden),
         f"{prefix}.wgate.weight": draw.linear(channels, hidden, gain=1.5),
-        f"{prefix}.norm.weight": draw.uniform(width, low=1.5, high=2.5),
+        f"{prefix}.norm.weight": draw.uniform(width, low=1.1, high=1.6),
     }
 
 
@@ -112,8 +110,8 @@ def _attention(draw: _Draw, config: Mapping[str, Any], prefix: str, ratio: int) 
         "q_norm.weight": draw.uniform(lora, low=0.7, high=1.3),
         "wq_b.weight": draw.linear(heads * HEAD_DIM, lora),
         "wkv.weight": draw.linear(HEAD_DIM, hidden),
-        # Keys twice as long as unit rows: attention picks few tokens instead of averaging all of them.
-        "kv_norm.weight": draw.uniform(HEAD_DIM, low=1.5, high=2.5),
+        # Keys longer than unit rows: attention picks some tokens instead of averaging all of them.
+        "kv_norm.weight": draw.uniform(HEAD_DIM, low=1.1, high=1.6),
         "wo_a.weight": draw.linear(groups * out_lora, heads // groups * HEAD_DIM),
         "wo_b.weight": draw.linear(hidden, groups * out_lora, gain=2.0),
         "attn_sink": draw.normal(heads),
@@ -146,9 +144,7 @@ def _feed_forward(draw: _Draw, config: Mapping[str, Any], prefix: str, hashed: b
 _SUBJECTS = (
     "cache page slot server request token window model layer reader writer worker engineer kernel user"
 ).split()
-_VERBS = (
-    "reads writes keeps shares copies drops opens closes measures restores merges answers checks follows"
-).split()
+_VERBS = "reads writes keeps shares copies drops opens closes measures restores merges answers checks follows".split()
 _OBJECTS = (
     "prefix snapshot answer question buffer record table message branch number letter weight shape stream "
     "result history position length budget forest river garden mountain window station village kitchen "
@@ -159,11 +155,7 @@ _ADJECTIVES = (
     "narrow open strong gentle distant"
 ).split()
 _LINKS = "because while although before after unless until whenever and but so then".split()
-_PLACES = (
-    "in the morning,at the boundary,on the other side,under load,near the end,without a hit,every time".split(
-        ","
-    )
-)
+_PLACES = "in the morning,at the boundary,on the other side,under load,near the end,without a hit,every time".split(",")
 _CODE = (
     "def {s}_{o}(self, {o}: int) -> None:\n    return self.{s}.{o}[{n}]\n",
     'if {o} is None:\n    raise ValueError("{s} {v} no {o}")\n',
@@ -217,9 +209,7 @@ def train_tokenizer(vocab_size: int) -> Any:
     )
     tokenizer.train_from_iterator(training_text(), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"the text yields {tokenizer.get_vocab_size()} tokens, not vocab_size = {vocab_size}"
-        )
+        raise ValueError(f"the text yields {tokenizer.get_vocab_size()} tokens, not vocab_size = {vocab_size}")
     return tokenizer
 
 
@@ -250,9 +240,7 @@ def write_checkpoint(path: str | Path, config: Mapping[str, Any] | None = None, 
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(raw["max_position_embeddings"]))
     _write_json(folder / "config.json", raw)
     ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
-    _write_json(
-        folder / "generation_config.json", ids | {"do_sample": True, "temperature": 1.0, "top_p": 1.0}
-    )
+    _write_json(folder / "generation_config.json", ids | {"do_sample": True, "temperature": 1.0, "top_p": 1.0})
     weights = folder / "model.safetensors"
     save_file(make_weights(raw, seed), str(weights), metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors writes for its owner only
@@ -264,9 +252,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_dsv4.tiny", description="Write a tiny checkpoint."
-    )
+    parser = argparse.ArgumentParser(prog="python -m sglang_dsv4.tiny", description="Write a tiny checkpoint.")
     parser.add_argument("path", help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
     options = parser.parse_args(arguments)

@@ -93,9 +93,7 @@ class DenseCore:
             chosen = torch.arange(entries.shape[0]) < (queries[:, None] + 1) // self.ratio
             if index_kv_score is not None:
                 scores = request.extend(layer, "index_kv_score", index_kv_score)
-                index_keys = request.round_index(
-                    pool_entries(self.index_compressor, self.ratio, scores, self.rope)
-                )
+                index_keys = request.round_index(pool_entries(self.index_compressor, self.ratio, scores, self.rope))
                 chosen = self.choose(request.round_index(index_q.double()), index_weights, index_keys, chosen)
                 request.selected[layer] = chosen
             keys, visible = torch.cat([keys, entries]), torch.cat([visible, chosen], dim=1)

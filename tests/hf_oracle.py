@@ -42,10 +42,7 @@ _LAYER = {
     "ffn.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
     "ffn.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
     **{f"attn.compressor.{ours}": f"self_attn.compressor.{hf}" for ours, hf in _COMPRESSOR.items()},
-    **{
-        f"attn.indexer.compressor.{ours}": f"self_attn.compressor.indexer.{hf}"
-        for ours, hf in _COMPRESSOR.items()
-    },
+    **{f"attn.indexer.compressor.{ours}": f"self_attn.compressor.indexer.{hf}" for ours, hf in _COMPRESSOR.items()},
     **{f"hc_{sub}_{part}": f"{sub}_hc.{part}" for sub in ("attn", "ffn") for part in ("fn", "base", "scale")},
 }
 _TOP = {

@@ -73,9 +73,7 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config.hidden_size, INDEX_DIM, CSA_RATIO, config.rms_norm_eps)
         self.scale = INDEX_DIM**-0.5 * self.heads**-0.5
 
-    def forward(
-        self, x: GridRows, q_lora: GridRows, rope: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: GridRows, q_lora: GridRows, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, heads, 128]`, scaled weights `[N, heads]`, C and Z `[N, 512]`; all float32."""
         q = self.wq_b(q_lora, torch.float32).unflatten(-1, (self.heads, INDEX_DIM))
         weights = (self.weights_proj(x, torch.float64) * self.scale).to(torch.float32)

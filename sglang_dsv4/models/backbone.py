@@ -56,11 +56,7 @@ class DecoderLayer(nn.Module):
         named |= self.ffn.named_tensors(f"{prefix}.ffn")
         named[f"{prefix}.attn_norm.weight"] = self.attn_norm.weight
         named[f"{prefix}.ffn_norm.weight"] = self.ffn_norm.weight
-        return (
-            named
-            | self.hc_attn.named_tensors(f"{prefix}.hc_attn")
-            | self.hc_ffn.named_tensors(f"{prefix}.hc_ffn")
-        )
+        return named | self.hc_attn.named_tensors(f"{prefix}.hc_attn") | self.hc_ffn.named_tensors(f"{prefix}.hc_ffn")
 
 
 class SlotModel(nn.Module):

@@ -32,9 +32,7 @@ class StreamMixer(nn.Module):
         """float64 logits, one `[N, width]` per part, from `streams [N, n, hidden]`."""
         flat = streams.flatten(1)
         logits = self.linear(flat, torch.float64) * inverse_rms(flat, self.norm_eps)
-        parts = zip(
-            logits.split(widths, -1), self.scale.double(), self.base.double().split(widths), strict=True
-        )
+        parts = zip(logits.split(widths, -1), self.scale.double(), self.base.double().split(widths), strict=True)
         return tuple(part * scale + base for part, scale, base in parts)
 
     def named_tensors(self, prefix: str) -> dict[str, Tensor]:
