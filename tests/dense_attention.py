@@ -82,14 +82,14 @@ class DenseCore:
         index_weights: Tensor | None = None,
     ) -> Tensor:
         request, layer = forward_batch, self.layer_id
-        keys = request.round_row(request.extend(layer, "kv", kv))
+        keys = request.round_row(request.extend(layer, "kv", kv)).double()
         total = keys.shape[0]
         queries = torch.arange(total - q.shape[0], total)
         distance = queries[:, None] - torch.arange(total)
         visible = (distance >= 0) & (distance < WINDOW)
         if kv_score is not None:
             scores = request.extend(layer, "kv_score", kv_score)
-            entries = request.round_row(pool_entries(self.compressor, self.ratio, scores, self.rope))
+            entries = request.round_row(pool_entries(self.compressor, self.ratio, scores, self.rope)).double()
             chosen = torch.arange(entries.shape[0]) < (queries[:, None] + 1) // self.ratio
             if index_kv_score is not None:
                 scores = request.extend(layer, "index_kv_score", index_kv_score)

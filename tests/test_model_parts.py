@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import DenseCore, DenseRequest
+from harness import Stage
 from torch import Tensor
 from torch.nn import functional as F
 
+from sglang_dsv4.attention.layer import SlotRadixAttention
 from sglang_dsv4.attention.rope import apply_inverse_rope, apply_rope, inverse_frequencies, rope_table
+from sglang_dsv4.formats import hadamard, index_codec, main_codec
+from sglang_dsv4.geometry import Geometry
 from sglang_dsv4.models import invariant
 from sglang_dsv4.models.backbone import SlotModel
 from sglang_dsv4.models.invariant import RMSNorm, RowLinear, grid_rows, rms_norm
@@ -151,6 +155,42 @@ class _RowsOnly:
         for x in extra.values():
             out = out + x.flatten(1)[:, :1].unsqueeze(-1).to(q.dtype)
         return out
+
+
+# Attention inside the model
+
+
+class _Both:
+    """The real attention, with the dense reference beside it on the same inputs."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.real, self.dense = SlotRadixAttention(**arguments), DenseCore(**arguments)
+
+    def __call__(self, q: Tensor, kv: Tensor, forward_batch: Any, **extra: Tensor) -> Tensor:
+        out = self.real(q, kv, forward_batch.step, **extra)
+        expected = self.dense(q.double(), kv, forward_batch.dense, **extra)
+        forward_batch.errors.append((out - expected).abs().max().item())
+        return out
+
+
+@pytest.mark.parametrize(("store", "indexer"), [("fp8", "fp4"), ("fp8", "fp8"), ("fp32", "fp32")])
+def test_every_layer_agrees_with_the_dense_reference_in_the_stored_formats(store: str, indexer: str) -> None:
+    """Chunks that end inside blocks, then decode, over poisoned pools; the indexer has to choose."""
+    raw = tiny_config() | {"index_topk": 16}
+    model = SlotModel(SimpleNamespace(**raw), length=256, core=_Both)
+    model.load_weights(make_weights(raw).items())
+    geometry = Geometry.from_config(raw, page_size=128, store=store, indexer=indexer)
+    rows, keys = main_codec(geometry.main), index_codec(geometry.index)
+    stage = Stage(geometry, pages=4, slots=2, rows=2)
+    request = stage.admit()
+    dense = DenseRequest(lambda x: rows.round_trip(x.float()), lambda x: keys.round_trip(hadamard(x.float())))
+    ids = torch.randint(32, 1280, (160,), generator=torch.Generator().manual_seed(13))
+    errors: list[float] = []
+    for count, decode in [(70, False), (59, False), (23, False)] + [(1, True)] * 8:
+        first = request.length
+        batch = SimpleNamespace(step=stage.step([request], [count], decode=decode), dense=dense, errors=errors)
+        model.hidden_states(ids[first : first + count], torch.arange(first, first + count), batch)
+    assert max(errors) < 5e-5
 
 
 # Accuracy
