@@ -24,6 +24,7 @@ from sglang_dsv4.server_defaults import mark_fp4_experts
 
 MODEL_TYPE = "deepseek_v4"
 
+_parsed = False
 _Base: Any = _CONFIG_REGISTRY[MODEL_TYPE]
 
 
@@ -113,6 +114,8 @@ class SlotConfigParser(ModelConfigParserBase):
                     f"{model} has no config.json: pass a DeepSeek-V4 checkpoint folder or repository"
                 )
             path = Path(found)
+        global _parsed
+        _parsed = True
         register_models()
         if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
             cpu_engine.prepare()
@@ -128,6 +131,11 @@ def register_models() -> None:
     from sglang_dsv4.models.torch_host import DeepseekV4SlotForCausalLM
 
     ModelRegistry.models[ARCHITECTURE] = DeepseekV4SlotForCausalLM
+
+
+def serves_ours() -> bool:
+    """True in a process that has parsed a checkpoint for our model."""
+    return _parsed
 
 
 def is_ours(model_config: Any) -> bool:

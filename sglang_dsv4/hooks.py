@@ -165,6 +165,16 @@ def _prompt_budget(original: Callable[..., Any], self: Any, input_tokens: int, *
     return original(self, input_tokens, *args, **kwargs)
 
 
+def _input_check(original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_dsv4.config import serves_ours
+
+    ids = req.origin_input_ids
+    if serves_ours() and len(ids) and not (min(ids) >= 0 and max(ids) < req.vocab_size):
+        # SGLang looks such a token up in the embedding, which ends the scheduler and every other request with it.
+        return f"input_ids contain a token outside the vocabulary of {req.vocab_size}: send ids from 0 on below that"
+    return original(req, *args, **kwargs)
+
+
 def _refusal_text(original: Callable[..., Any]) -> str:
     import sys
 
@@ -245,6 +255,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "input_tokens", "max_new_tokens", "token_capacity", "sliding_window_size", "chunk_size"),
         _prompt_budget,
         "a prompt as long as the page pool blocks the server",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.validate_input_length",
+        ("req", "max_req_input_len", "allow_auto_truncate"),
+        _input_check,
+        "a token id outside the vocabulary ends the server",
     ),
     Hook(
         "sglang.srt.managers.scheduler.get_exception_traceback",

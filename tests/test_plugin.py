@@ -82,6 +82,7 @@ def test_hooks_hand_foreign_models_to_sglang_unchanged():
         req_to_token_pool=object(),
         model_config_parser="auto",
         get_kvcache=object,
+        origin_input_ids=[10**9],
     )
     assert foreign.model_config_parser != BACKEND
     for hook in hooks.HOOKS:
@@ -120,3 +121,14 @@ def test_a_refusal_in_a_child_process_is_reported_as_its_line_only():
             raise error
         except Exception:
             assert wrapper(lambda: "a traceback") == expected
+
+
+@pytest.mark.parametrize("ids, fits", [([0, 5, 1279], True), ([], True), ([5, 1280], False), ([-1, 5], False)])
+def test_a_token_outside_the_vocabulary_is_answered_instead_of_ending_the_server(ids, fits, monkeypatch):
+    from sglang_dsv4 import config
+
+    monkeypatch.setattr(config, "_parsed", True)
+    wrapper = next(h.wrapper for h in hooks.HOOKS if h.target.endswith("validate_input_length"))
+    req = SimpleNamespace(origin_input_ids=ids, vocab_size=1280)
+    said = wrapper(lambda *a: None, req, 1000, False)
+    assert (said is None) == fits and (fits or "outside the vocabulary of 1280" in said)
