@@ -2,16 +2,24 @@
 //
 // A fixed grid strides over (pair, tile) items: in a decode graph the number of due pairs is known on the device only,
 // and most steps have none, so every CTA first looks at the list and leaves when it is empty.
+//
+// From compute capability 9.0 one thread drives the bulk copy engine through a ring of shared memory tiles; before
+// that, all threads copy through registers.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
 #include "dsv4/grid.cuh"
 
 namespace {
 
+constexpr bool kBulk = DSV4_ARCH >= 90;
 constexpr int kThreads = 256;
-constexpr int kVectors = 5;  // 16-byte loads that a thread has in flight
+constexpr int kVectors = 5;                        // 16-byte vectors of a tile for each thread
 constexpr int kTile = kThreads * kVectors;
-constexpr int kBlocksPerMultiprocessor = 6;
+// Tiles in the ring: compute capability 12 has 99 KB of shared memory for a block, the others 227.
+constexpr bool kSmall = DSV4_ARCH >= 120;
+constexpr int kStages = kSmall ? 4 : 5;
+constexpr int kBlocksPerMultiprocessor = !kBulk ? 4 : kSmall ? 1 : 2;
+constexpr size_t kRingBytes = kBulk ? sizeof(uint4) * kTile * kStages : 0;
 
 // One tensor [layers, slots, ...]: `vectors` 16-byte vectors a slot, cut into `tiles` of `tile_vectors`.
 struct Planes {
@@ -24,25 +32,114 @@ struct Planes {
   int tile_vectors;
 };
 
-__device__ __forceinline__ void copy_tile(const Planes& planes, int64_t from, int64_t to, int item) {
+struct Tile {
+  const uint4* source;
+  uint4* target;
+  int vectors;
+};
+
+__device__ __forceinline__ Tile tile_of(const Planes& planes, int64_t from, int64_t to, int item) {
   const int layer = item / planes.tiles, begin = (item % planes.tiles) * planes.tile_vectors;
-  const int end = min(begin + planes.tile_vectors, planes.vectors);
-  const uint4* source = planes.base + layer * planes.layer_stride + from * planes.slot_stride;
-  uint4* target = planes.base + layer * planes.layer_stride + to * planes.slot_stride;
+  uint4* base = planes.base + layer * planes.layer_stride + begin;
+  return {base + from * planes.slot_stride, base + to * planes.slot_stride,
+          min(planes.tile_vectors, planes.vectors - begin)};
+}
+
+// The items of one list of due pairs: every pair's window tiles, then its overlap tiles.
+struct Items {
+  const Planes& windows;
+  const Planes& overlaps;
+  const int64_t (*pairs)[2];
+
+  __device__ __forceinline__ int per_pair() const {
+    return windows.layers * windows.tiles + overlaps.layers * overlaps.tiles;
+  }
+  __device__ __forceinline__ Tile operator[](int item) const {
+    const int window_items = windows.layers * windows.tiles;
+    const int pair = item / per_pair(), part = item % per_pair();
+    const int64_t from = pairs[pair][0], to = pairs[pair][1];
+    return part < window_items ? tile_of(windows, from, to, part) : tile_of(overlaps, from, to, part - window_items);
+  }
+};
+
+#if DSV4_ARCH >= 90
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void start_load(uint4* stage, uint64_t* barrier, const Tile& tile) {
+  const unsigned bytes = static_cast<unsigned>(tile.vectors * sizeof(uint4));
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(stage)),
+               "l"(tile.source), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_load(uint64_t* barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void start_store(const uint4* stage, const Tile& tile) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+               "cp.async.bulk.commit_group;" ::"l"(tile.target),
+               "r"(shared_address(stage)), "r"(static_cast<unsigned>(tile.vectors * sizeof(uint4)))
+               : "memory");
+}
+
+// Copies items first, first + stride, ... below `count`; one thread. `loads` counts the ring's use over the whole
+// kernel: it gives the stage and the barrier's phase.
+__device__ __forceinline__ void copy_items(const Items& items, int first, int stride, int count, uint4* ring,
+                                           uint64_t* barriers, unsigned& loads) {
+  unsigned stored = loads;
+  int next = first;
+  for (int i = 0; i < kStages - 1 && next < count; ++i, next += stride, ++loads) {
+    start_load(ring + (loads % kStages) * kTile, &barriers[loads % kStages], items[next]);
+  }
+  for (int item = first; item < count; item += stride, ++stored) {
+    const unsigned stage = stored % kStages;
+    wait_load(&barriers[stage], stored / kStages & 1);
+    start_store(ring + stage * kTile, items[item]);
+    if (next < count) {
+      // The stage to fill held the tile whose store was started one iteration ago.
+      asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      start_load(ring + (loads % kStages) * kTile, &barriers[loads % kStages], items[next]);
+      next += stride;
+      ++loads;
+    }
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+#else
+
+__device__ __forceinline__ void copy_tile(const Tile& tile) {
   uint4 v[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = begin + i * kThreads + static_cast<int>(threadIdx.x);
-    if (at < end) v[i] = __ldcs(source + at);
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    if (at < tile.vectors) v[i] = tile.source[at];
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = begin + i * kThreads + static_cast<int>(threadIdx.x);
-    if (at < end) __stcs(target + at, v[i]);
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    if (at < tile.vectors) tile.target[at] = v[i];
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+#endif
+
+__global__ void __launch_bounds__(kThreads)
     copy_state_kernel(const __grid_constant__ Planes windows, const __grid_constant__ Planes overlaps,
                       const int64_t* __restrict__ src, const int64_t* __restrict__ dst, const int num_pairs,
                       const int64_t num_slots) {
@@ -51,8 +148,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   dsv4::grid_dependency_launch();
   dsv4::grid_dependency_wait();
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const int window_items = windows.layers * windows.tiles;
-  const int items_per_pair = window_items + overlaps.layers * overlaps.tiles;
+  const Items items = {windows, overlaps, pairs};
+#if DSV4_ARCH >= 90
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ uint64_t barriers[kStages];
+  unsigned loads = 0;
+  if (thread < kStages) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barriers[thread])) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+#endif
 
   for (int first = 0; first < num_pairs; first += kThreads) {
     int64_t from = -1, to = -1;
@@ -74,14 +179,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     }
     if (due) pairs[at][0] = from, pairs[at][1] = to;
     __syncthreads();
-    for (int item = blockIdx.x; item < count * items_per_pair; item += gridDim.x) {
-      const int pair = item / items_per_pair, part = item % items_per_pair;
-      if (part < window_items) {
-        copy_tile(windows, pairs[pair][0], pairs[pair][1], part);
-      } else {
-        copy_tile(overlaps, pairs[pair][0], pairs[pair][1], part - window_items);
-      }
-    }
+    const int num_items = count * items.per_pair();
+#if DSV4_ARCH >= 90
+    if (thread == 0) copy_items(items, blockIdx.x, gridDim.x, num_items, ring, barriers, loads);
+#else
+    for (int item = blockIdx.x; item < num_items; item += gridDim.x) copy_tile(items[item]);
+#endif
     __syncthreads();
   }
 }
@@ -107,6 +210,7 @@ void copy_state(dsv4::TensorView windows, dsv4::TensorView overlaps, dsv4::Tenso
   dsv4::LaunchShape shape;
   shape.grid = dim3(dsv4::multiprocessors() * kBlocksPerMultiprocessor);
   shape.block = dim3(kThreads);
+  shape.dynamic_smem = kRingBytes;
   shape.overlap = true;
   dsv4::launch(windows, shape, copy_state_kernel, make_planes(windows, 1), make_planes(overlaps, 4),
                dsv4::data_of<const int64_t>(src), dsv4::data_of<const int64_t>(dst), static_cast<int>(src.size(0)),

@@ -52,7 +52,7 @@ struct Channels {
   // C, and Z without ape.
   __device__ __forceinline__ Row4 raw_row(int token, int half) const {
     const T* source = base + token * stride + half * width;
-    return {load4(source), load4(source + 2 * width)};
+    return {stream4(source), stream4(source + 2 * width)};
   }
   __device__ __forceinline__ void add_ape(Row4& row, int offset, int half) const {
     row.z = add4(row.z, load4(ape + (2 * offset + half) * width));
@@ -246,20 +246,6 @@ __device__ __forceinline__ bool in_step(int block, int prefix) {
   return kCsaRatio * (block == 0 ? 0 : block - 1) >= prefix;
 }
 
-// Asks for the rows of four tokens while it is still unknown which block they belong to: this CTA or the next one
-// loads them in any case.
-template <typename T>
-__device__ __forceinline__ void prefetch_tokens(const CsaInput<T>& in, int first, int num_tokens) {
-  constexpr int kLine = 128;
-  constexpr int kMainLines = 4 * kHeadDim * sizeof(T) / kLine, kIndexLines = 4 * kIndexDim * sizeof(T) / kLine;
-  for (int i = threadIdx.x; i < kCsaRatio * (kMainLines + kIndexLines); i += kThreads) {
-    const int token = first + i / (kMainLines + kIndexLines), line = i % (kMainLines + kIndexLines);
-    if (token >= num_tokens) return;
-    const T* row = line < kMainLines ? in.main + token * in.main_stride : in.index + token * in.index_stride;
-    prefetch_l2(reinterpret_cast<const char*>(row) + (line < kMainLines ? line : line - kMainLines) * kLine);
-  }
-}
-
 template <typename T, typename IndexLayout>
 __global__ void __launch_bounds__(kThreads, 4)
     flush_csa_kernel(const __grid_constant__ StepMeta meta, const CsaInput<T> in, const __grid_constant__ Compressor main,
@@ -279,7 +265,6 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (blockIdx.x >= static_cast<unsigned>(meta.num_requests)) {
     // Two such blocks end at least four tokens apart, so four tokens hold at most one.
     const int first = (blockIdx.x - meta.num_requests) * kCsaRatio;
-    prefetch_tokens(in, first, meta.num_tokens);
     int found = -1, request = 0, block = 0, prefix = 0;
 #pragma unroll
     for (int i = 0; i < kCsaRatio; ++i) {
