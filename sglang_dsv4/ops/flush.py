@@ -25,9 +25,9 @@ from sglang_dsv4.geometry import (
     ROPE_DIM,
     STATE_PARTS,
 )
+from sglang_dsv4.models.invariant import exp, ordered_sum, rms_norm
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.checks import FLOATS, Check
-from sglang_dsv4.models.invariant import exp, ordered_sum, rms_norm
 from sglang_dsv4.ops.meta import StepMeta
 
 
