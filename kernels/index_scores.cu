@@ -4,7 +4,7 @@
 // query's heads stand in shared memory as the other operand, so one product step gives 16 keys x 64 heads a warp.
 //
 // `score_few`  few queries a request (decode): the tiles of all queries, one after another, are cut into equal ranges,
-//              one a team, so that mixed lengths balance and a team meets one or two queries. Nothing is known on the
+//              one a block, so that mixed lengths balance and a block meets one or two queries. Nothing is known on the
 //              host but the number of tokens.
 // `score_many` many queries a request (prefill): a block holds 256 keys in registers and streams the images of its
 //              queries past them; `make_images` wrote those once.
@@ -16,11 +16,13 @@ namespace {
 
 using namespace dsv4;
 
-constexpr int kTeams = 2;
 constexpr int kTeamThreads = 128;
-constexpr int kThreads = kTeams * kTeamThreads;
 constexpr int kCsaShift = 2;
+constexpr int kFewTeams = 4;
+constexpr int kFewThreads = kFewTeams * kTeamThreads;
 constexpr int kFewTokens = 1024;  // tokens whose tile counts a block of score_few scans
+constexpr int kManyTeams = 2;
+constexpr int kManyThreads = kManyTeams * kTeamThreads;
 
 template <typename Layout>
 struct Params {
@@ -61,30 +63,37 @@ struct Params {
   }
 };
 
-// A team writes the image and the folded weights of one token. `warp` is the warp's place in the team.
+// MXFP4 keys are summed on the tensor cores (ReluSum): their scoring is bound by instructions, that of FP8 keys by memory.
 template <typename Layout, bool kHopper>
-__device__ __forceinline__ void write_image(const Params<Layout>& p, int token, int warp, int lane, uint8_t* image,
-                                            float* weights) {
-  constexpr int kBatch = 8;
-#pragma unroll 1
-  for (int first = warp; first < kMaxHeads; first += 4 * kBatch) {
-    float4 x[kBatch];
-    float weight[kBatch];
+constexpr bool kHalfSums = kHopper && KeyShare<Layout>::kPieces == 1;
+
+// The heads of one token that warp `warp` of `kWarps` brings into the image: loaded first, written when there is room.
+template <typename Layout, int kWarps>
+struct ImageShare {
+  static constexpr int kRows = kMaxHeads / kWarps;
+  float4 x[kRows];
+  float weight[kRows];
+
+  __device__ __forceinline__ void load(const Params<Layout>& p, int token, int warp, int lane) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int head = first + 4 * i;
+    for (int i = 0; i < kRows; ++i) {
+      const int head = warp + kWarps * i;
       const bool real = head < p.heads;
       x[i] = real ? p.load_q(token, head, lane) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       weight[i] = real ? p.weights[token * p.weights_stride + head] : 0.0f;
     }
+  }
+
+  template <bool kHopper>
+  __device__ __forceinline__ void write(uint8_t* image, float* weights, int warp, int lane) const {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int head = first + 4 * i;
+    for (int i = 0; i < kRows; ++i) {
+      const int head = warp + kWarps * i;
       const float scale = write_image_row<Layout, kHopper>(image, head, lane, x[i]);
-      if (lane == 0) weights[head] = weight[i] * scale;
+      if (lane == 0) weights[head] = (kHalfSums<Layout, kHopper> ? 1.0f : 0.5f) * weight[i] * scale;  // weigh() sums 2 relu
     }
   }
-}
+};
 
 // dots[16 keys of the warp x 64 heads]; with kHopper a product of the whole team.
 template <bool kHopper, typename Layout>
@@ -93,6 +102,7 @@ __device__ __forceinline__ void multiply(const KeyShare<Layout>& key, unsigned i
   if constexpr (kHopper) {
     unsigned a[4][4];
     operand_e4m3(key, lane, a, factor);
+    hopper::wgmma_operands(a);
     hopper::wgmma_registers(dots);
     hopper::wgmma_fence();
 #pragma unroll
@@ -109,14 +119,12 @@ __device__ __forceinline__ void multiply(const KeyShare<Layout>& key, unsigned i
   }
 }
 
-template <typename Layout>
-__device__ __forceinline__ void store_scores(const Params<Layout>& p, int token, int visible, int first, int lane,
-                                             const float (&sum)[2], const float (&factor)[2]) {
+// `out` is the token's row of scores.
+__device__ __forceinline__ void store_scores(float* out, int visible, int first, int lane, const float (&sum)[2],
+                                             const float (&factor)[2]) {
   // The quad's first thread stores key lane / 4, its second key lane / 4 + 8.
   const int which = lane & 3, entry = first + (lane >> 2) + 8 * which;
-  if (which < 2 && entry < visible) {
-    p.out[token * p.out_stride + entry] = which ? sum[1] * factor[1] : sum[0] * factor[0];
-  }
+  if (which < 2 && entry < visible) out[entry] = which ? sum[1] * factor[1] : sum[0] * factor[0];
 }
 
 // ---- few queries a request ----
@@ -143,28 +151,45 @@ struct PageWindow {
   }
 };
 
+// Stages of a team. Elsewhere than on Hopper a block may have 99 KB of shared memory.
 template <typename Layout, bool kHopper>
-__global__ void __launch_bounds__(kThreads, 2) score_few(const __grid_constant__ Params<Layout> p) {
-  constexpr int kDepth = kHopper && Layout::kDataBytes == kIndexDim / 2 ? 4 : 2;  // tiles in flight a team
-  constexpr int kImage = kImageBytes<kHopper>;
+constexpr int kFewStages = kHopper ? (KeyShare<Layout>::kPieces == 1 ? 8 : 5) : (KeyShare<Layout>::kPieces == 1 ? 4 : 2);
+template <typename Layout, bool kHopper>
+constexpr int kFewShared =
+    kImageBytes<kHopper> + kFewTeams * kFewStages<Layout, kHopper> * KeyShare<Layout>::kStageBytes + 1024;
+
+template <typename Layout, bool kHopper>
+__global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constant__ Params<Layout> p) {
+  constexpr int kStages = kFewStages<Layout, kHopper>, kStageBytes = KeyShare<Layout>::kStageBytes;
+  constexpr int kWarps = kFewThreads / 32;
   extern __shared__ uint8_t raw_shared[];
   __shared__ int tiles_before[kFewTokens + 1];
-  __shared__ int warp_sums[kThreads / 32];
-  __shared__ __align__(16) float shared_weights[kTeams][kMaxHeads];
+  __shared__ int visible_of[kFewTokens], request_of[kFewTokens];
+  __shared__ int warp_sums[kWarps];
+  __shared__ __align__(16) float weights[kMaxHeads];
 
-  const int lane = threadIdx.x & 31, team = threadIdx.x / kTeamThreads, warp = (threadIdx.x >> 5) & 3;
-  uint8_t* const aligned = raw_shared + ((1024 - (shared_address(raw_shared) & 1023)) & 1023);
-  uint8_t* const image = aligned + team * kImage;
+  const int lane = threadIdx.x & 31, block_warp = threadIdx.x >> 5;
+  const int team = block_warp >> 2, warp = block_warp & 3;
+  uint8_t* const image = raw_shared + ((1024 - (shared_address(raw_shared) & 1023)) & 1023);
   const unsigned image_address = shared_address(image);
-  float* const weights = shared_weights[team];
+  typename KeyShare<Layout>::Places places;
+  places.start(image_address + kImageBytes<kHopper> + team * kStages * kStageBytes, warp, lane);
 
-  // Tiles before each token: a block-wide prefix sum, kFewTokens / kThreads tokens a thread.
-  constexpr int kPerThread = kFewTokens / kThreads;
+  // Tiles before each token: a block-wide prefix sum, kFewTokens / kFewThreads tokens a thread.
+  constexpr int kPerThread = kFewTokens / kFewThreads;
   int counts[kPerThread], own = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int token = threadIdx.x * kPerThread + i;
-    counts[i] = token < p.meta.num_tokens ? (p.visible(token) + kKeyTile - 1) / kKeyTile : 0;
+    int visible = 0, request = -1;
+    if (token < p.meta.num_tokens) {
+      request = p.meta.request_of(token);
+      const int64_t position = p.meta.positions[token];
+      if (request >= 0) visible = static_cast<int>(min((position + 1) >> kCsaShift, static_cast<int64_t>(p.max_entries)));
+    }
+    visible_of[token] = visible;
+    request_of[token] = request;
+    counts[i] = (visible + kKeyTile - 1) / kKeyTile;
     own += counts[i];
   }
   int before = own;
@@ -173,14 +198,15 @@ __global__ void __launch_bounds__(kThreads, 2) score_few(const __grid_constant__
     const int other = __shfl_up_sync(kFullMask, before, step);
     if (lane >= step) before += other;
   }
-  if (lane == 31) warp_sums[threadIdx.x >> 5] = before;
+  if (lane == 31) warp_sums[block_warp] = before;
   before -= own;
   __syncthreads();
   int total = 0;
 #pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) {
-    if (i < static_cast<int>(threadIdx.x >> 5)) before += warp_sums[i];
-    total += warp_sums[i];
+  for (int i = 0; i < kWarps; ++i) {
+    const int sum = warp_sums[i];
+    before += i < block_warp ? sum : 0;
+    total += sum;
   }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
@@ -190,9 +216,8 @@ __global__ void __launch_bounds__(kThreads, 2) score_few(const __grid_constant__
   if (threadIdx.x == 0) tiles_before[kFewTokens] = total;
   __syncthreads();
 
-  const int num_teams = gridDim.x * kTeams, index = blockIdx.x * kTeams + team;
-  const int begin = static_cast<int>(static_cast<int64_t>(total) * index / num_teams);
-  const int end = static_cast<int>(static_cast<int64_t>(total) * (index + 1) / num_teams);
+  const int begin = static_cast<int>(static_cast<int64_t>(total) * blockIdx.x / gridDim.x);
+  const int end = static_cast<int>(static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x);
   const int rows_shift = p.meta.page_shift - kCsaShift;
 
   int low = 0, high = kFewTokens;  // the last token with tiles_before <= begin
@@ -202,62 +227,141 @@ __global__ void __launch_bounds__(kThreads, 2) score_few(const __grid_constant__
   }
 
   for (int tile = begin, token = low; tile < end; ++token) {
-    const int first_tile = tile - tiles_before[token];
-    const int count = min(end, tiles_before[token + 1]) - tile;
-    if (count <= 0) continue;
-    tile += count;
+    const int block_count = min(end, tiles_before[token + 1]) - tile;
+    if (block_count <= 0) continue;
+    const int first_tile = tile - tiles_before[token] + team;  // the team's; it takes every kFewTeams-th
+    const int count = (block_count - team + kFewTeams - 1) / kFewTeams;
+    tile += block_count;
 
-    const int visible = p.visible(token), request = p.meta.request_of(token);
+    ImageShare<Layout, kWarps> share;
+    share.load(p, token, block_warp, lane);
+    const int visible = visible_of[token], request = request_of[token];
+    float* const out = p.out + token * p.out_stride;
     PageWindow<Layout> pages;
     const int first_entry = first_tile * kKeyTile + 16 * warp;
     pages.start(p, request, first_entry >> rows_shift, (visible - 1) >> rows_shift, lane);
-    const auto load = [&](KeyShare<Layout>& key, int i) {
-      const int entry = first_entry + i * kKeyTile;
-      const int page = pages.at(p, request, entry >> rows_shift, lane);
-      key.load(p.keys, p.row_of(page, entry & ((1 << rows_shift) - 1)), lane);
+    const auto copy = [&](int i, unsigned stage) {
+      if (i < count) {
+        const int entry = first_entry + i * kFewTeams * kKeyTile;
+        const int page = pages.at(p, request, entry >> rows_shift, lane);
+        const unsigned row = (static_cast<unsigned>(page) << rows_shift) + (entry & ((1 << rows_shift) - 1));
+        KeyShare<Layout>::copy(places, stage, p.keys, row, lane);
+      }
+      copy_async_commit();
     };
-    KeyShare<Layout> ring[kDepth];
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
-      if (i < count) load(ring[i], i);
-    }
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) copy(i, i * kStageBytes);
 
-    named_barrier(1 + team, kTeamThreads);  // the last image has been read
-    write_image<Layout, kHopper>(p, token, warp, lane, image, weights);
+    __syncthreads();  // the last image has been read
+    share.template write<kHopper>(image, weights, block_warp, lane);
     if constexpr (kHopper) hopper::fence_async_shared();
-    named_barrier(1 + team, kTeamThreads);
-    float weight[16];
-    load_weights(weights, lane, weight);
+    __syncthreads();
 
-    for (int i = 0; i < count; i += kDepth) {
+    unsigned stage = 0, next_stage = (kStages - 1) * kStageBytes;
+    // Reads the key of turn i and starts a copy into the stage that the warp read in the turn before.
+    const auto next_key = [&](int i, KeyShare<Layout>& key) {
+      copy_async_wait<kStages - 2>();
+      __syncwarp();
+      key.read(places, stage);
+      copy(i + kStages - 1, next_stage);
+      next_stage = stage;
+      stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+    };
+    const int turn_entries = kFewTeams * kKeyTile;
+    if constexpr (kHalfSums<Layout, kHopper>) {
+      // The next key is converted while this one is multiplied.
+      ReluSum relu;
+      relu.start(weights, lane);
+      unsigned a[2][4][4];
+      float factor[2][2], dots[32];
+      const auto prepare = [&](int i, int which) {
+        KeyShare<Layout> key;
+        next_key(i, key);
+        operand_e4m3(key, lane, a[which], factor[which]);
+      };
+      const auto issue = [&](int which) {
+        hopper::wgmma_operands(a[which]);
+        hopper::wgmma_registers(dots);
+        hopper::wgmma_fence();
 #pragma unroll
-      for (int u = 0; u < kDepth; ++u) {
-        if (i + u < count) {
-          float dots[32], factor[2], sum[2];
-          multiply<kHopper>(ring[u], image_address, lane, dots, factor);
-          if (i + u + kDepth < count) load(ring[u], i + u + kDepth);
-          weigh(dots, weight, sum);
-          store_scores(p, token, visible, first_entry + (i + u) * kKeyTile, lane, sum, factor);
+        for (int s = 0; s < 4; ++s) {
+          hopper::wgmma_e4m3_64x64x32(dots, a[which][s], hopper::panel_descriptor(image_address + 32 * s), s > 0);
+        }
+        hopper::wgmma_commit();
+      };
+      const auto collect = [&](unsigned(&packed)[4][4]) {
+        hopper::wgmma_wait<0>();
+        hopper::wgmma_registers(dots);
+        ReluSum::pack(dots, packed);
+      };
+      const auto finish = [&](int i, int which, const unsigned(&packed)[4][4]) {
+        float sum[2];
+        relu.sum(packed, sum);
+        if ((lane & 3) == 0) {
+          const int entry = first_entry + i * turn_entries + (lane >> 2);
+          if (entry < visible) out[entry] = sum[0] * factor[which][0];
+          if (entry + 8 < visible) out[entry + 8] = sum[1] * factor[which][1];
+        }
+      };
+      const auto turn = [&](int i, int which) {
+        unsigned packed[4][4];
+        prepare(i + 1, which ^ 1);
+        collect(packed);
+        issue(which ^ 1);
+        finish(i, which, packed);
+      };
+      // No product is in flight where a branch begins or ends: the compiler would let each wait for the one before.
+      if (count > 0) {
+        prepare(0, 0);
+        issue(0);
+        int i = 0;
+#pragma unroll 1
+        for (; i + 2 < count; i += 2) {
+          turn(i, 0);
+          turn(i + 1, 1);
+        }
+        unsigned packed[4][4];
+        collect(packed);
+        finish(i, 0, packed);
+        if (i + 1 < count) {
+          prepare(i + 1, 1);
+          issue(1);
+          collect(packed);
+          finish(i + 1, 1, packed);
         }
       }
+    } else {
+      float weight[16];
+      load_weights(weights, lane, weight);
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        KeyShare<Layout> key;
+        next_key(i, key);
+        float dots[32], factor[2], sum[2];
+        multiply<kHopper>(key, image_address, lane, dots, factor);
+        weigh(dots, weight, sum);
+        store_scores(out, visible, first_entry + i * turn_entries, lane, sum, factor);
+      }
     }
+    copy_async_wait<0>();
   }
 }
 
 // ---- many queries a request ----
 
 template <typename Layout, bool kHopper>
-__global__ void __launch_bounds__(kTeamThreads) make_images(const __grid_constant__ Params<Layout> p) {
-  const int token = blockIdx.x;
+__global__ void __launch_bounds__(kManyThreads) make_images(const __grid_constant__ Params<Layout> p) {
+  const int token = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (p.meta.request_of(token) < 0) return;
-  write_image<Layout, kHopper>(p, token, threadIdx.x >> 5, threadIdx.x & 31,
-                               p.images + static_cast<int64_t>(token) * kImageBytes<kHopper>,
-                               p.image_weights + static_cast<int64_t>(token) * kMaxHeads);
+  ImageShare<Layout, kManyThreads / 32> share;
+  share.load(p, token, warp, lane);
+  share.template write<kHopper>(p.images + static_cast<int64_t>(token) * kImageBytes<kHopper>,
+                                p.image_weights + static_cast<int64_t>(token) * kMaxHeads, warp, lane);
 }
 
 constexpr int kQueryTile = 64;  // queries of one request a block
 constexpr int kManyTiles = 2;   // key tiles a team holds
-constexpr int kBlockKeys = kTeams * kManyTiles * kKeyTile;
+constexpr int kBlockKeys = kManyTeams * kManyTiles * kKeyTile;
 
 template <bool kHopper>
 struct ManyShared {
@@ -267,7 +371,7 @@ struct ManyShared {
 };
 
 template <typename Layout, bool kHopper>
-__global__ void __launch_bounds__(kThreads, kHopper ? 2 : 1) score_many(const __grid_constant__ Params<Layout> p) {
+__global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(const __grid_constant__ Params<Layout> p) {
   constexpr int kStages = ManyShared<kHopper>::kStages, kStage = ManyShared<kHopper>::kStage;
   constexpr int kImage = kImageBytes<kHopper>;
   extern __shared__ uint8_t raw_shared[];
@@ -333,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, kHopper ? 2 : 1) score_many(const __
       const unsigned stage = base + (i % kStages) * kStage;
       const uint8_t* source = p.images + token * kImage;
 #pragma unroll
-      for (int at = 0; at < kImage; at += 16 * kThreads) {
+      for (int at = 0; at < kImage; at += 16 * kManyThreads) {
         copy_async16(stage + at + 16 * threadIdx.x, source + at + 16 * threadIdx.x);
       }
       if (threadIdx.x < kMaxHeads / 4) {
@@ -351,6 +455,7 @@ __global__ void __launch_bounds__(kThreads, kHopper ? 2 : 1) score_many(const __
     __syncthreads();
     fetch(i + kStages - 1);  // into the stage that every warp has left
     const int token = first_token + i, visible = p.visible(token);
+    float* const out = p.out + token * p.out_stride;
     const unsigned image = base + (i % kStages) * kStage;
     const float* weights = reinterpret_cast<const float*>(aligned + (i % kStages) * kStage + kImage);
     if constexpr (kHopper) {
@@ -366,16 +471,36 @@ __global__ void __launch_bounds__(kThreads, kHopper ? 2 : 1) score_many(const __
         }
         hopper::wgmma_commit();
       }
-      float weight[16], sum[2];
-      load_weights(weights, lane, weight);
-      hopper::wgmma_wait<1>();
-      hopper::wgmma_registers(dots[0]);
-      weigh(dots[0], weight, sum);
-      store_scores(p, token, visible, first_entry, lane, sum, factor[0]);
-      hopper::wgmma_wait<0>();
-      hopper::wgmma_registers(dots[1]);
-      weigh(dots[1], weight, sum);
-      store_scores(p, token, visible, first_entry + kKeyTile, lane, sum, factor[1]);
+      const auto finish = [&](const float(&dot)[32], int t, auto&& weighing) {
+        float sum[2];
+        weighing(dot, sum);
+        if constexpr (kHalfSums<Layout, kHopper>) {  // both sums are in the quad's first thread
+          sum[0] = __shfl_sync(kFullMask, sum[0], lane & ~3);
+          sum[1] = __shfl_sync(kFullMask, sum[1], lane & ~3);
+        }
+        store_scores(out, visible, first_entry + t * kKeyTile, lane, sum, factor[t]);
+      };
+      const auto both = [&](auto&& weighing) {
+        hopper::wgmma_wait<1>();
+        hopper::wgmma_registers(dots[0]);
+        finish(dots[0], 0, weighing);
+        hopper::wgmma_wait<0>();
+        hopper::wgmma_registers(dots[1]);
+        finish(dots[1], 1, weighing);
+      };
+      if constexpr (kHalfSums<Layout, kHopper>) {
+        ReluSum relu;
+        relu.start(weights, lane);
+        both([&](const float(&dot)[32], float(&sum)[2]) {
+          unsigned packed[4][4];
+          ReluSum::pack(dot, packed);
+          relu.sum(packed, sum);
+        });
+      } else {
+        float weight[16];
+        load_weights(weights, lane, weight);
+        both([&](const float(&dot)[32], float(&sum)[2]) { weigh(dot, weight, sum); });
+      }
     } else {
       float weight[16];
       load_weights(weights, lane, weight);
@@ -384,7 +509,7 @@ __global__ void __launch_bounds__(kThreads, kHopper ? 2 : 1) score_many(const __
         float dots[32], sum[2];
         multiply_image(a[t], image, lane, dots);
         weigh(dots, weight, sum);
-        store_scores(p, token, visible, first_entry + t * kKeyTile, lane, sum, factor[t]);
+        store_scores(out, visible, first_entry + t * kKeyTile, lane, sum, factor[t]);
       }
     }
   }
@@ -396,17 +521,18 @@ template <typename Layout, bool kHopper>
 void launch_scores(const TensorView& anchor, const Params<Layout>& p, bool many) {
   LaunchShape shape;
   if (!many) {
-    shape.grid = dim3(2 * multiprocessors());
-    shape.block = dim3(kThreads);
-    shape.dynamic_smem = kTeams * kImageBytes<kHopper> + 1024;
-    if (p.meta.num_tokens > 0) launch(anchor, shape, score_few<Layout, kHopper>, p);
+    // Whole blocks a token where there are few: with equal lengths no block then meets two queries.
+    const int blocks = multiprocessors(), tokens = p.meta.num_tokens;
+    shape.grid = dim3(tokens > 0 && tokens <= blocks ? blocks / tokens * tokens : blocks);
+    shape.block = dim3(kFewThreads);
+    shape.dynamic_smem = kFewShared<Layout, kHopper>;
+    if (tokens > 0) launch(anchor, shape, score_few<Layout, kHopper>, p);
     return;
   }
   shape.grid = dim3(p.meta.num_tokens);
-  shape.block = dim3(kTeamThreads);
+  shape.block = dim3(kManyThreads);
   launch(anchor, shape, make_images<Layout, kHopper>, p);
   shape.grid = dim3((p.max_entries + kBlockKeys - 1) / kBlockKeys, p.meta.num_tokens / kQueryTile + p.meta.num_requests);
-  shape.block = dim3(kThreads);
   shape.dynamic_smem = ManyShared<kHopper>::kBytes;
   launch(anchor, shape, score_many<Layout, kHopper>, p);
 }

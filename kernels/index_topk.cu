@@ -1,13 +1,14 @@
 // The entries with the highest scores, ascending by id; contract in sglang_dsv4/ops/index_topk.py.
 //
 // A block (or a cluster, which shares its histograms) owns a row and keeps it in shared memory:
-//   1. lowest and highest score; 2048 equal intervals between them; a histogram of them in shared memory;
-//   2. the interval of the k-th score; the few scores in it are listed and ranked by (score, lower id);
-//   3. the k-th score itself is then known, and how many of its equals are taken: one pass in id order counts and
-//      writes the selected ids, so the result is ascending and ties fall to the lower id without any sort.
+//   1. a lower bound of the k-th score from the warps' own maxima, and the highest score; the few scores that reach the
+//      bound, the survivors, are listed: all that follows looks at them alone;
+//   2. a histogram of 2048 equal intervals between the two; the interval of the k-th score; survivors above it are
+//      selected, those in it are ranked by (score, lower id);
+//   3. what is selected are bits of a map of the row: reading it in order gives ascending ids without any sort.
 // Equal intervals spread scores far better than leading float bits do. Where they do not (many equal scores, infinities)
 // a radix search over all 32 bits finds the k-th score instead.
-// Rows too long to keep are read again from the L2 cache in each pass.
+// Rows too long to keep are read again from the L2 cache in each pass. NaN ranks below every number.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
 #include "dsv4/hopper.cuh"
@@ -20,17 +21,12 @@ using namespace dsv4;
 
 constexpr int kBins = 2048;
 constexpr int kDigits = 256;
-constexpr int kListed = 1024;     // scores in the k-th interval that are ranked one by one
+constexpr int kSurvivors = 2048;
+constexpr int kListed = 1024;  // scores in the k-th interval that are ranked one by one
 constexpr int kMaxCluster = 8;
-constexpr int kAlone = 16384;     // visible entries up to which one block of a cluster works alone
+constexpr int kAlone = 16384;  // visible entries up to which one block of a cluster works alone
 constexpr int kCsaShift = 2;
-constexpr int kStep = 128;        // ids a warp reads at once
-
-// Two counts in one integer: scores above the k-th, fewer than k, and its equals, fewer than 2^20.
-constexpr int kAboveBits = 12, kAboveMask = (1 << kAboveBits) - 1;
-__device__ __forceinline__ int equals_of(int packed) {
-  return static_cast<int>(static_cast<unsigned>(packed) >> kAboveBits);
-}
+constexpr int kStep = 128;  // ids a warp reads at once
 
 struct Params {
   StepMeta meta;
@@ -43,48 +39,43 @@ struct Params {
   bool aligned;  // rows start at 16-byte addresses
 };
 
-// Order-preserving map of floats to integers; both zeros are one value, NaN ends lie outside the infinities.
+// Order-preserving map of floats to integers and back; both zeros are one value.
 __device__ __forceinline__ unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
+__device__ __forceinline__ float from_ordered(unsigned key) {
+  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
+}
+__device__ __forceinline__ float number(float x) { return x == x ? x : -INFINITY; }
 
-// One part of a row: a contiguous range of ids, dealt to the warps in contiguous pieces. Each thread keeps its own scores
-// in shared memory, so that reading them again needs no barrier; without kKeep it reads global memory again.
+__device__ __forceinline__ int steps_of(int ids) { return (ids + kStep - 1) / kStep; }
+
+// One part of a row. Steps of 128 ids go round the warps, four ids a lane. Each thread keeps its own scores in shared
+// memory, so that reading them again needs no barrier; without kKeep it reads global memory again. Behind the part's end
+// all scores are -inf.
 template <int kThreads, bool kKeep>
 struct RowPart {
+  static constexpr int kWarps = kThreads / 32;
   const float* row;
   float* kept;
-  int first, end;  // of this warp
-  int steps;
+  int begin, stop;
+  int warp, lane;
   bool aligned;
 
   __device__ __forceinline__ float4 fetch(int id) const {
-    if (aligned && id + 3 < end) return *reinterpret_cast<const float4*>(row + id);
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (id < end) v.x = row[id];
-    if (id + 1 < end) v.y = row[id + 1];
-    if (id + 2 < end) v.z = row[id + 2];
-    if (id + 3 < end) v.w = row[id + 3];
-    return v;
+    if (aligned && id + 3 < stop) return *reinterpret_cast<const float4*>(row + id);
+    return make_float4(id < stop ? row[id] : -INFINITY, id + 1 < stop ? row[id + 1] : -INFINITY,
+                       id + 2 < stop ? row[id + 2] : -INFINITY, id + 3 < stop ? row[id + 3] : -INFINITY);
   }
 
-  __device__ __forceinline__ void start(const float* scores, int begin, int stop, bool vectors, float* keep) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    constexpr int kWarps = kThreads / 32;
-    row = scores;
-    aligned = vectors;
-    steps = (stop - begin + kWarps * kStep - 1) / (kWarps * kStep);
-    first = begin + warp * steps * kStep;
-    end = min(stop, first + steps * kStep);
-    kept = keep + warp * steps * kStep + 4 * lane;
+  __device__ __forceinline__ void start() {
     if constexpr (kKeep) {
-      for (int j = 0; j < steps; ++j) {
-        const int id = first + j * kStep + 4 * lane;
-        if (aligned && id + 3 < end) {
-          copy_async16(shared_address(kept + j * kStep), row + id);
+      for (int at = warp * kStep + 4 * lane; begin + at < stop; at += kWarps * kStep) {
+        if (aligned && begin + at + 3 < stop) {
+          copy_async16(shared_address(kept + at), row + begin + at);
         } else {
-          *reinterpret_cast<float4*>(kept + j * kStep) = fetch(id);
+          *reinterpret_cast<float4*>(kept + at) = fetch(begin + at);
         }
       }
       copy_async_commit();
@@ -92,357 +83,435 @@ struct RowPart {
     }
   }
 
-  // Calls visit(id, values, count) for each step: `count` of the lane's four values exist. The whole warp calls visit.
+  // Calls visit(id, scores) for each step; the whole warp calls it.
   template <typename Visit>
   __device__ __forceinline__ void each(Visit&& visit) const {
-    const int lane = threadIdx.x & 31;
 #pragma unroll 2
-    for (int j = 0; j < steps; ++j) {
-      const int id = first + j * kStep + 4 * lane;
-      const float4 value = kKeep ? *reinterpret_cast<const float4*>(kept + j * kStep) : fetch(id);
-      const float v[4] = {value.x, value.y, value.z, value.w};
-      visit(id, v, min(max(end - id, 0), 4));
+    for (int at = warp * kStep; begin + at < stop; at += kWarps * kStep) {
+      const int id = begin + at + 4 * lane;
+      float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+      if constexpr (kKeep) {
+        if (id < stop) x = *reinterpret_cast<const float4*>(kept + at + 4 * lane);
+      } else {
+        x = fetch(id);
+        x = make_float4(number(x.x), number(x.y), number(x.z), number(x.w));
+      }
+      const float v[4] = {x.x, x.y, x.z, x.w};
+      visit(id, v);
+    }
+  }
+
+  // Replaces what is kept of NaN.
+  __device__ __forceinline__ void keep_numbers() {
+    if constexpr (kKeep) {
+      for (int at = warp * kStep + 4 * lane; begin + at < stop; at += kWarps * kStep) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept[at + i] = number(kept[at + i]);
+      }
     }
   }
 };
 
 struct Shared {
   int bins[kBins];
-  unsigned listed_score[kListed];
+  int sums[kBins];  // of the cluster's bins
+  float survivor_score[kSurvivors];
+  int survivor_id[kSurvivors];
+  float listed_score[kListed];
   int listed_id[kListed];
-  float extremes[kMaxCluster][2];
+  float extremes[kMaxCluster][3];
+  unsigned warp_extremes[32][3];
   int part_counts[kMaxCluster];
-  int warp_values[33];
-  float warp_extremes[32][2];
-  int num_listed;
-  int found, found_before;  // an interval or digit, and how many scores lie above it
-  unsigned kth;
-  int take_equal;
+  int warp_values[32];
+  int warp_counts[32];
+  int num_survivors, num_listed;
 };
 
-// Exclusive prefix sum over the block's threads; `total` is the sum. Ends in a barrier.
+// A barrier of all blocks that share a row.
+__device__ __forceinline__ void barrier(int parts) {
+  if (parts > 1) {
+    hopper::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+__device__ __forceinline__ int inclusive_sum(int value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const int other = __shfl_up_sync(kFullMask, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+struct Found {
+  int bin;     // -1 where fewer are counted than wanted
+  int before;  // counted above it
+};
+
+// Which of the first `count` bins, summed over the cluster, holds the `wanted`-th from the top. Begins with a barrier;
+// the bins may be read until the next one.
 template <int kThreads>
-__device__ __forceinline__ int block_prefix(int value, Shared& shared, int& total) {
+__device__ __forceinline__ Found find_bin(Shared& shared, int count, int wanted, int parts) {
+  constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int inclusive = value;
+  barrier(parts);
+  const int segment = count / kWarps;
+  int sum = 0;
+  for (int i = lane; i < segment; i += 32) {
+    const int bin = warp * segment + i;
+    int value = 0;
+    if (parts > 1) {
+      const unsigned address = shared_address(&shared.bins[bin]);
 #pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const int other = __shfl_up_sync(kFullMask, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
-  __syncthreads();
-  if (lane == 31) shared.warp_values[warp] = inclusive;
-  __syncthreads();
-  int sum = lane < kThreads / 32 ? shared.warp_values[lane] : 0;
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const int other = __shfl_up_sync(kFullMask, sum, step);
-    if (lane >= step) sum += other;
-  }
-  total = __shfl_sync(kFullMask, sum, 31);
-  const int before = __shfl_sync(kFullMask, sum, max(warp - 1, 0));
-  return inclusive - value + (warp ? before : 0);
-}
-
-// Finds in the first `count` bins, summed over the cluster, the one from the top that holds the wanted score:
-// shared.found, with shared.found_before scores above it.
-template <int kThreads>
-__device__ __forceinline__ void find_bin(Shared& shared, int count, int wanted, int parts) {
-  // The last pass may still read them, and all of the cluster must have counted.
-  if (parts > 1) {
-    hopper::cluster_sync();
-  } else {
-    __syncthreads();
-  }
-  constexpr int kMost = kBins / kThreads < 1 ? 1 : kBins / kThreads;
-  const int each = max(count / kThreads, 1);
-  const int highest = count - 1 - static_cast<int>(threadIdx.x) * each;
-  int values[kMost], sum = 0;
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    values[i] = 0;
-    if (i < each && highest - i >= 0) {
-      if (parts > 1) {
-        const unsigned address = shared_address(&shared.bins[highest - i]);
-        for (int part = 0; part < parts; ++part) {
-          values[i] += __float_as_int(hopper::cluster_load(hopper::cluster_address(address, part)));
-        }
-      } else {
-        values[i] = shared.bins[highest - i];
+      for (int part = 0; part < kMaxCluster; ++part) {
+        if (part < parts) value += __float_as_int(hopper::cluster_load(hopper::cluster_address(address, part)));
       }
+      shared.sums[bin] = value;
+    } else {
+      value = shared.bins[bin];
     }
-    sum += values[i];
+    sum += value;
   }
-  int total;
-  int before = block_prefix<kThreads>(sum, shared, total);
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (before < wanted && before + values[i] >= wanted) {
-      shared.found = highest - i;
-      shared.found_before = before;
-    }
-    before += values[i];
-  }
-  // All have read the bins and the result is there.
-  if (parts > 1) {
-    hopper::cluster_sync();
-  } else {
-    __syncthreads();
-  }
-}
-
-template <int kThreads>
-__device__ __forceinline__ void clear_bins(Shared& shared, int count) {
-  for (int i = threadIdx.x; i < count; i += kThreads) shared.bins[i] = 0;
+  sum = __reduce_add_sync(kFullMask, sum);
+  if (lane == 0) shared.warp_values[warp] = sum;
   __syncthreads();
+
+  const int* const bins = parts > 1 ? shared.sums : shared.bins;
+  const int own = lane < kWarps ? shared.warp_values[kWarps - 1 - lane] : 0;
+  const int upto = inclusive_sum(own, lane);
+  const unsigned enough = __ballot_sync(kFullMask, upto >= wanted);
+  Found found = {-1, 0};
+  if (enough == 0) return found;
+  const int at = __ffs(enough) - 1;
+  int before = __shfl_sync(kFullMask, upto - own, at);
+  const int low = (kWarps - 1 - at) * segment;
+  for (int top = low + segment - 1; top >= low; top -= 32) {
+    const int bin = top - lane;
+    const int value = bin >= low ? bins[bin] : 0;
+    const int through = before + inclusive_sum(value, lane);
+    const unsigned reached = __ballot_sync(kFullMask, through >= wanted);
+    if (reached) {
+      const int source = __ffs(reached) - 1;
+      found.bin = top - source;
+      found.before = __shfl_sync(kFullMask, through - value, source);
+      break;
+    }
+    before = __shfl_sync(kFullMask, through, 31);
+  }
+  return found;
 }
 
-// The k-th score by its bits, eight at a time: shared.kth, and shared.take_equal of its equals belong to the k.
+// A value that at least t of the warp's 32 keys reach, not far below the t-th largest: halves the range 14 times.
+__device__ __forceinline__ unsigned reached_by(unsigned key, int t) {
+  unsigned low = __reduce_min_sync(kFullMask, key), high = __reduce_max_sync(kFullMask, key);
+#pragma unroll
+  for (int i = 0; i < 14; ++i) {
+    const unsigned middle = low + ((high - low + 1) >> 1);
+    if (__popc(__ballot_sync(kFullMask, key >= middle)) >= t) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+// `own` of all threads before this one, over the block and the cluster's lower parts.
+template <int kThreads>
+__device__ __forceinline__ int sum_before(Shared& shared, int own, int part, int parts) {
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int inclusive = inclusive_sum(own, lane);
+  if (lane == 31) shared.warp_counts[warp] = inclusive;
+  __syncthreads();
+  const int counts = lane < kWarps ? shared.warp_counts[lane] : 0;
+  int before = __reduce_add_sync(kFullMask, lane < warp ? counts : 0) + inclusive - own;
+  if (parts > 1) {
+    const int total = __reduce_add_sync(kFullMask, counts);
+    if (static_cast<int>(threadIdx.x) < parts) {
+      hopper::cluster_store(hopper::cluster_address(shared_address(&shared.part_counts[part]), threadIdx.x), total);
+    }
+    hopper::cluster_sync();
+    for (int i = 0; i < part; ++i) before += shared.part_counts[i];
+  }
+  return before;
+}
+
+__device__ __forceinline__ void mark(unsigned* map, int place) { atomicOr(&map[place >> 5], 1u << (place & 31)); }
+
+// Selects by the bits of the k-th score, eight at a time.
 template <int kThreads, typename Part>
-__device__ __forceinline__ void radix_search(const Part& row, Shared& shared, int topk, int parts) {
+__device__ __noinline__ void radix_select(Part& row, Shared& shared, unsigned* map, int topk, int part, int parts) {
+  const int lane = threadIdx.x & 31;
+  row.keep_numbers();
   unsigned prefix = 0;
   int wanted = topk;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
-    clear_bins<kThreads>(shared, kDigits);
-    row.each([&](int, const float (&v)[4], int count) {
+    barrier(parts);  // the bins were read
+    for (int i = threadIdx.x; i < kDigits; i += kThreads) shared.bins[i] = 0;
+    __syncthreads();
+    row.each([&](int id, const float (&v)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const unsigned key = ordered(v[i]);
-        const bool match = i < count && (shift == 24 || key >> (shift + 8) == prefix);
+        const bool match = id + i < row.stop && (shift == 24 || key >> (shift + 8) == prefix);
         const unsigned digit = match ? (key >> shift) & 255u : kDigits;
         // Equal digits meet in one addition: many equal scores are why this search runs.
         const unsigned peers = __match_any_sync(kFullMask, digit);
-        if (match && (threadIdx.x & 31) == __ffs(peers) - 1) atomicAdd(&shared.bins[digit], __popc(peers));
+        if (match && lane == __ffs(peers) - 1) atomicAdd(&shared.bins[digit], __popc(peers));
       }
     });
-    find_bin<kThreads>(shared, kDigits, wanted, parts);
-    prefix = prefix << 8 | static_cast<unsigned>(shared.found);
-    wanted -= shared.found_before;
-    __syncthreads();
+    const Found found = find_bin<kThreads>(shared, kDigits, wanted, parts);
+    prefix = prefix << 8 | static_cast<unsigned>(found.bin);
+    wanted -= found.before;
   }
-  if (threadIdx.x == 0) {
-    shared.kth = prefix;
-    shared.take_equal = wanted;
-  }
-  __syncthreads();
-}
+  const float kth = from_ordered(prefix);
 
-// The k-th score by intervals; false where they do not separate the scores.
-template <int kThreads, typename Part>
-__device__ __forceinline__ bool interval_search(const Part& row, Shared& shared, int topk, int part, int parts) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  // Non-finite scores make the range non-finite, or NaN, which no comparison accepts.
-  float low = INFINITY, high = -INFINITY;
-  bool ordinary = true;
-  row.each([&](int, const float (&v)[4], int count) {
+  // The map of all that equal it, of which the first `wanted` stay; then all above it.
+  const int words = (row.stop - row.begin + 31) / 32, each = (words + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * each, words), last = min(first + each, words);
+  for (int i = first; i < last; ++i) map[i] = 0;
+  __syncthreads();
+  row.each([&](int id, const float (&v)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < count) {
-        low = fminf(low, v[i]);
-        high = fmaxf(high, v[i]);
-        ordinary &= v[i] == v[i];
-      }
+      if (id + i < row.stop && v[i] == kth) mark(map, id + i - row.begin);
     }
   });
-  if (!ordinary) high = INFINITY;
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    low = fminf(low, __shfl_xor_sync(kFullMask, low, step));
-    high = fmaxf(high, __shfl_xor_sync(kFullMask, high, step));
+  __syncthreads();
+  int own = 0;
+  for (int i = first; i < last; ++i) own += __popc(map[i]);
+  int room = wanted - sum_before<kThreads>(shared, own, part, parts);
+  for (int i = first; i < last; ++i) {
+    unsigned bits = map[i], stay = 0;
+    for (; bits && room > 0; --room) {
+      stay |= bits & (0u - bits);
+      bits &= bits - 1;
+    }
+    map[i] = stay;
   }
+  __syncthreads();
+  row.each([&](int id, const float (&v)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (id + i < row.stop && v[i] > kth) mark(map, id + i - row.begin);
+    }
+  });
+  barrier(parts);
+}
+
+// Selects by intervals; false, in the whole cluster, where they do not separate the scores. `warps` counts the warps of
+// the cluster that hold any score.
+template <int kThreads, typename Part>
+__device__ __forceinline__ bool interval_select(const Part& row, Shared& shared, unsigned* map, int topk, int warps,
+                                                int part, int parts) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int kWarps = kThreads / 32;
+  float low = INFINITY, high = -INFINITY, second = -INFINITY;
+  row.each([&](int id, const float (&v)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      second = fmaxf(second, fminf(high, v[i]));
+      high = fmaxf(high, v[i]);
+      low = fminf(low, id + i < row.stop ? v[i] : INFINITY);
+    }
+  });
+  // If t scores of every warp reach a bound, t times the warps at least k, the k-th score reaches it too. With more than
+  // 16 wanted of a warp two scores of each lane are better witnesses than one.
+  const int share = (topk + warps - 1) / warps;
+  unsigned bound_key = 0;
+  if (share <= 16) {
+    bound_key = reached_by(ordered(high), share);
+  } else if (share <= 64) {
+    bound_key = reached_by(ordered(second), (share + 1) / 2);
+  }
+  if (row.begin + warp * kStep >= row.stop) bound_key = 0xffffffffu;
+  unsigned low_key = __reduce_min_sync(kFullMask, ordered(low));
+  unsigned high_key = __reduce_max_sync(kFullMask, ordered(high));
   if (lane == 0) {
-    shared.warp_extremes[warp][0] = low;
-    shared.warp_extremes[warp][1] = high;
+    shared.warp_extremes[warp][0] = low_key;
+    shared.warp_extremes[warp][1] = high_key;
+    shared.warp_extremes[warp][2] = bound_key;
   }
-  if (threadIdx.x == 0) shared.num_listed = 0;
-  clear_bins<kThreads>(shared, kBins);
-  low = INFINITY, high = -INFINITY;
-  if (lane < kThreads / 32) {
-    low = shared.warp_extremes[lane][0];
-    high = shared.warp_extremes[lane][1];
+  __syncthreads();
+  low_key = bound_key = 0xffffffffu, high_key = 0;
+  if (lane < kWarps) {
+    low_key = shared.warp_extremes[lane][0];
+    high_key = shared.warp_extremes[lane][1];
+    bound_key = shared.warp_extremes[lane][2];
   }
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    low = fminf(low, __shfl_xor_sync(kFullMask, low, step));
-    high = fmaxf(high, __shfl_xor_sync(kFullMask, high, step));
-  }
+  low = from_ordered(__reduce_min_sync(kFullMask, low_key));
+  high = from_ordered(__reduce_max_sync(kFullMask, high_key));
+  bound_key = max(__reduce_min_sync(kFullMask, bound_key), ordered(-INFINITY));
+  float bound = from_ordered(bound_key);
   if (parts > 1) {
     if (static_cast<int>(threadIdx.x) < parts) {
       const unsigned remote = hopper::cluster_address(shared_address(shared.extremes[part]), threadIdx.x);
       hopper::cluster_store(remote, __float_as_int(low));
       hopper::cluster_store(remote + 4, __float_as_int(high));
+      hopper::cluster_store(remote + 8, __float_as_int(bound));
     }
     hopper::cluster_sync();
     for (int i = 0; i < parts; ++i) {
       low = fminf(low, shared.extremes[i][0]);
       high = fmaxf(high, shared.extremes[i][1]);
+      bound = fminf(bound, shared.extremes[i][2]);
     }
   }
+  low = fmaxf(low, bound);
   const float per_unit = kBins / (high - low);
-  if (!(per_unit > 0.0f && per_unit < INFINITY)) return false;  // the same everywhere in the cluster
+  if (!(low > -INFINITY && high < INFINITY && per_unit > 0.0f && per_unit < INFINITY)) return false;
   const auto interval = [&](float x) { return min(static_cast<int>((x - low) * per_unit), kBins - 1); };
 
-  row.each([&](int, const float (&v)[4], int count) {
+  row.each([&](int id, const float (&v)[4]) {
+    unsigned reached[4];
+    int all = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < count) atomicAdd(&shared.bins[interval(v[i])], 1);
+      reached[i] = __ballot_sync(kFullMask, v[i] >= low);
+      all += __popc(reached[i]);
+    }
+    if (all == 0) return;
+    int at = 0;
+    if (lane == 0) at = atomicAdd(&shared.num_survivors, all);
+    at = __shfl_sync(kFullMask, at, 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int place = at + __popc(reached[i] & ((1u << lane) - 1));
+      if (v[i] >= low && place < kSurvivors) {
+        shared.survivor_score[place] = v[i];
+        shared.survivor_id[place] = id + i;
+      }
+      at += __popc(reached[i]);
     }
   });
-  find_bin<kThreads>(shared, kBins, topk, parts);
-  const int chosen = shared.found, wanted = topk - shared.found_before;
-
-  // List the chosen interval's scores, in a cluster in its first block.
-  row.each([&](int id, const float (&v)[4], int count) {
+  __syncthreads();
+  const int survivors = shared.num_survivors;
+  const auto each_survivor = [&](auto&& visit) {
+    if (survivors <= kSurvivors) {
+      for (int i = threadIdx.x; i < survivors; i += kThreads) visit(shared.survivor_id[i], shared.survivor_score[i]);
+    } else {
+      row.each([&](int id, const float (&v)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < count && interval(v[i]) == chosen) {
-        if (parts > 1) {
-          const unsigned counter = hopper::cluster_address(shared_address(&shared.num_listed), 0);
-          const int at = hopper::cluster_fetch_add(counter, 1);
-          if (at < kListed) {
-            const unsigned score = hopper::cluster_address(shared_address(&shared.listed_score[at]), 0);
-            const unsigned where = hopper::cluster_address(shared_address(&shared.listed_id[at]), 0);
-            hopper::cluster_store(score, static_cast<int>(ordered(v[i])));
-            hopper::cluster_store(where, id + i);
-          }
-        } else {
-          const int at = atomicAdd(&shared.num_listed, 1);
-          if (at < kListed) {
-            shared.listed_score[at] = ordered(v[i]);
-            shared.listed_id[at] = id + i;
-          }
+        for (int i = 0; i < 4; ++i) {
+          if (v[i] >= low) visit(id + i, v[i]);
         }
+      });
+    }
+  };
+
+  each_survivor([&](int, float score) { atomicAdd(&shared.bins[interval(score)], 1); });
+  const Found found = find_bin<kThreads>(shared, kBins, topk, parts);
+  if (found.bin < 0) return false;  // the rest is NaN
+  const int wanted = topk - found.before;
+  each_survivor([&](int id, float score) {
+    const int own = interval(score);
+    if (own > found.bin) mark(map, id - row.begin);
+    if (own != found.bin) return;
+    if (parts > 1) {  // listed in the cluster's first block
+      const int at = hopper::cluster_fetch_add(hopper::cluster_address(shared_address(&shared.num_listed), 0), 1);
+      if (at < kListed) {
+        const unsigned listed_score = hopper::cluster_address(shared_address(&shared.listed_score[at]), 0);
+        const unsigned listed_id = hopper::cluster_address(shared_address(&shared.listed_id[at]), 0);
+        hopper::cluster_store(listed_score, __float_as_int(score));
+        hopper::cluster_store(listed_id, id);
+      }
+    } else {
+      const int at = atomicAdd(&shared.num_listed, 1);
+      if (at < kListed) {
+        shared.listed_score[at] = score;
+        shared.listed_id[at] = id;
       }
     }
   });
-  int listed;
+  barrier(parts);
+  int listed = shared.num_listed;
   if (parts > 1) {
-    hopper::cluster_sync();
     const auto from_first = [](const void* pointer) {
       return __float_as_int(hopper::cluster_load(hopper::cluster_address(shared_address(pointer), 0)));
     };
     listed = from_first(&shared.num_listed);
     if (listed <= kListed && part > 0) {
       for (int i = threadIdx.x; i < listed; i += kThreads) {
-        shared.listed_score[i] = static_cast<unsigned>(from_first(&shared.listed_score[i]));
+        shared.listed_score[i] = __int_as_float(from_first(&shared.listed_score[i]));
         shared.listed_id[i] = from_first(&shared.listed_id[i]);
       }
     }
     hopper::cluster_sync();  // the first block may go on only when all have read its list
-  } else {
-    __syncthreads();
-    listed = shared.num_listed;
   }
   if (listed > kListed) return false;
 
   for (int i = threadIdx.x; i < listed; i += kThreads) {
-    const unsigned score = shared.listed_score[i];
+    const float score = shared.listed_score[i];
     const int id = shared.listed_id[i];
-    int above = 0, equal_before = 0;
+    int rank = 0;
+#pragma unroll 4
     for (int other = 0; other < listed; ++other) {
-      const unsigned theirs = shared.listed_score[other];
-      above += theirs > score;
-      equal_before += theirs == score && shared.listed_id[other] < id;
+      const float theirs = shared.listed_score[other];
+      rank += theirs > score || (theirs == score && shared.listed_id[other] < id);
     }
-    if (above + equal_before == wanted - 1) {
-      shared.kth = score;
-      shared.take_equal = wanted - above;
-    }
+    if (rank < wanted && id >= row.begin && id < row.stop) mark(map, id - row.begin);
   }
   __syncthreads();
   return true;
 }
 
 template <int kThreads, bool kKeep>
-__global__ void __launch_bounds__(kThreads, kThreads == 1024 ? 1 : 2) topk_kernel(const __grid_constant__ Params p, const int cluster) {
+__global__ void __launch_bounds__(kThreads, kThreads == 1024 ? 1 : 2)
+    topk_kernel(const __grid_constant__ Params p, const int cluster, const int kept_floats) {
+  constexpr int kWarps = kThreads / 32;
   __shared__ Shared shared;
   extern __shared__ __align__(16) float kept[];
+  unsigned* const map = reinterpret_cast<unsigned*>(kept + kept_floats);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int token = blockIdx.x / cluster, part = blockIdx.x % cluster;
   const int request = p.meta.request_of(token);
+  const int64_t position = p.meta.positions[token];
   const int visible =
-      request < 0 ? 0
-                  : static_cast<int>(min((p.meta.positions[token] + 1) >> kCsaShift, static_cast<int64_t>(p.width)));
+      request < 0 ? 0 : static_cast<int>(min((position + 1) >> kCsaShift, static_cast<int64_t>(p.width)));
   const int parts = visible > kAlone ? cluster : 1;
   if (part >= parts) return;
   int32_t* const out = p.out + static_cast<int64_t>(token) * p.topk;
   const auto stored = [&](int id) {
     return p.physical ? static_cast<int>(p.meta.entry_row(request, id, kCsaShift)) : id;
   };
-
   if (visible <= p.topk) {
     for (int i = threadIdx.x; i < p.topk; i += kThreads) out[i] = i < visible ? stored(i) : -1;
     return;
   }
 
-  RowPart<kThreads, kKeep> row;
-  // Parts of whole 512-byte steps keep every warp's loads aligned.
-  const int share = ((visible + parts - 1) / parts + kStep - 1) / kStep * kStep;
-  row.start(p.scores + token * p.stride, min(part * share, visible), min((part + 1) * share, visible), p.aligned,
-            kept);
-  if (!interval_search<kThreads>(row, shared, p.topk, part, parts)) {
-    radix_search<kThreads>(row, shared, p.topk, parts);
-  }
-  const unsigned kth = shared.kth;
-  const int take_equal = shared.take_equal;
+  // Parts of whole steps keep every warp's loads aligned.
+  const int share = steps_of((visible + parts - 1) / parts) * kStep;
+  RowPart<kThreads, kKeep> row = {
+      p.scores + token * p.stride, kept, min(part * share, visible), min((part + 1) * share, visible), warp, lane,
+      p.aligned};
+  int warps = 0;
+  for (int i = 0; i < parts; ++i) warps += min(kWarps, steps_of(max(min(visible - i * share, share), 0)));
+  row.start();
 
-  // Selected ids before each warp's piece: scores above the k-th in the low bits, its equals in the high ones.
-  const int lane = threadIdx.x & 31;
-  int counted = 0;
-  const auto count_of = [&](const float (&v)[4], int count) {
-    int packed = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const unsigned key = ordered(v[i]);
-      packed += i < count ? (key > kth ? 1 : key == kth ? 1 << kAboveBits : 0) : 0;
-    }
-    return packed;
-  };
-  row.each([&](int, const float (&v)[4], int count) { counted += count_of(v, count); });
-  counted = __reduce_add_sync(kFullMask, counted);
-  int total;
-  int before = block_prefix<kThreads>(lane == 0 ? counted : 0, shared, total);
-  before = __shfl_sync(kFullMask, before, 0);
-  int above = before & kAboveMask, equal = equals_of(before);
-  if (parts > 1) {
-    if (static_cast<int>(threadIdx.x) < parts) {
-      hopper::cluster_store(hopper::cluster_address(shared_address(&shared.part_counts[part]), threadIdx.x), total);
-    }
-    hopper::cluster_sync();
-    for (int i = 0; i < part; ++i) {
-      above += shared.part_counts[i] & kAboveMask;
-      equal += equals_of(shared.part_counts[i]);
+  const int words = (row.stop - row.begin + 31) / 32;
+  for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+  for (int i = threadIdx.x; i < words; i += kThreads) map[i] = 0;
+  if (threadIdx.x == 0) shared.num_survivors = shared.num_listed = 0;
+  if (!interval_select<kThreads>(row, shared, map, p.topk, warps, part, parts)) {
+    radix_select<kThreads>(row, shared, map, p.topk, part, parts);
+  }
+
+  const int each = (words + kThreads - 1) / kThreads, first = static_cast<int>(threadIdx.x) * each;
+  int own = 0;
+  for (int i = first; i < min(first + each, words); ++i) own += __popc(map[i]);
+  int at = sum_before<kThreads>(shared, own, part, parts);
+  for (int i = first; i < min(first + each, words); ++i) {
+    for (unsigned bits = map[i]; bits; bits &= bits - 1, ++at) {
+      if (at < p.topk) out[at] = stored(row.begin + 32 * i + __ffs(bits) - 1);
     }
   }
-  row.each([&](int id, const float (&v)[4], int count) {
-    const int packed = count_of(v, count);
-    if (__any_sync(kFullMask, packed)) {
-      int inclusive = packed;
-#pragma unroll
-      for (int step = 1; step < 32; step <<= 1) {
-        const int other = __shfl_up_sync(kFullMask, inclusive, step);
-        if (lane >= step) inclusive += other;
-      }
-      const int mine = inclusive - packed, all = __shfl_sync(kFullMask, inclusive, 31);
-      int my_above = above + (mine & kAboveMask), my_equal = equal + equals_of(mine);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const unsigned key = ordered(v[i]);
-        if (i < count && key >= kth) {
-          const bool is_equal = key == kth;
-          const int at = my_above + min(my_equal, take_equal);
-          if ((!is_equal || my_equal < take_equal) && at < p.topk) out[at] = stored(id + i);
-          my_above += !is_equal;
-          my_equal += is_equal;
-        }
-      }
-      above += all & kAboveMask;
-      equal += equals_of(all);
-    }
-  });
 }
 
-// What a block may keep besides its other shared memory, in scores.
+// What a block may keep besides its other shared memory, in floats.
 int most_kept() {
   static int most[64] = {};
   int device = 0;
@@ -455,10 +524,11 @@ int most_kept() {
   return (bytes - static_cast<int>(sizeof(Shared))) / 4;
 }
 
-// Scores that a block of `threads` keeps of rows that are cut into `cluster` parts: whole steps for each of its warps.
-int kept_scores(int width, int cluster, int threads) {
-  const int share = (width + cluster - 1) / cluster, whole = threads / 32 * kStep;
-  return (share + whole - 1) / whole * whole;
+// Floats of shared memory for a block of rows in `cluster` parts: its scores, if kept, and a bit for each.
+int kept_floats(int width, int cluster, bool keep) {
+  int ids = ((width + cluster - 1) / cluster + kStep - 1) / kStep * kStep;
+  if (cluster > 1 && ids < kAlone) ids = kAlone;
+  return (keep ? ids : 0) + ids / 32;
 }
 
 template <int kThreads, bool kKeep>
@@ -467,19 +537,18 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens) * cluster);
   shape.block = dim3(kThreads);
   shape.cluster = cluster;
-  // A block that works alone keeps up to kAlone scores.
-  const int alone = cluster > 1 ? kept_scores(kAlone, 1, kThreads) : 0;
-  const int kept = kept_scores(p.width, cluster, kThreads);
-  if (kKeep) shape.dynamic_smem = sizeof(float) * (kept > alone ? kept : alone);
+  const int all = kept_floats(p.width, cluster, kKeep), scores = kKeep ? all / 33 * 32 : 0;
+  shape.dynamic_smem = sizeof(float) * all;
   // Static and dynamic shared memory together may pass the default limit where the dynamic part alone does not.
   cuda_check(cudaFuncSetAttribute(topk_kernel<kThreads, kKeep>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(shape.dynamic_smem)),
              "cudaFuncSetAttribute");
-  launch(out, shape, topk_kernel<kThreads, kKeep>, p, cluster);
+  launch(out, shape, topk_kernel<kThreads, kKeep>, p, cluster, scores);
 }
 
-// `keep` false reads rows again in each pass whatever their length, as devices without clusters do with long ones.
-void index_topk(TensorView scores, TensorView out, bool physical, bool keep, DSV4_META_PARAMS) {
+// `threads` of a block: 0 chooses; -1 chooses and reads rows again in each pass whatever their length, as devices without
+// clusters do with long ones.
+void index_topk(TensorView scores, TensorView out, bool physical, int64_t threads, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
   Params p = {};
   p.meta = DSV4_META;
@@ -490,16 +559,14 @@ void index_topk(TensorView scores, TensorView out, bool physical, bool keep, DSV
   p.topk = static_cast<int>(out.size(1));
   p.physical = physical;
   p.aligned = p.stride % 4 == 0 && reinterpret_cast<uintptr_t>(p.scores) % 16 == 0;
-  const int most = most_kept();
+  const bool many = p.meta.num_tokens > multiprocessors();
   int cluster = 1;  // rows of more than kAlone scores are worth a cluster while blocks are few
-  while (cluster < kMaxCluster && (p.width + cluster - 1) / cluster > (p.meta.num_tokens > 64 ? 2 * kAlone : kAlone)) {
-    cluster *= 2;
-  }
+  while (cluster < kMaxCluster && (p.width + cluster - 1) / cluster > (many ? 2 * kAlone : kAlone)) cluster *= 2;
   if (DSV4_ARCH != 90) cluster = 1;
-  if (!keep || kept_scores(p.width, cluster, 1024) > most) {
+  if (threads < 0 || kept_floats(p.width, cluster, true) > most_kept()) {
     launch_topk<1024, false>(out, p, 1);
-  } else if (p.width <= 8192 && p.meta.num_tokens > 2 * multiprocessors()) {
-    launch_topk<256, true>(out, p, 1);
+  } else if (threads == 512 || (threads == 0 && many && p.width <= kAlone)) {
+    launch_topk<512, true>(out, p, 1);
   } else {
     launch_topk<1024, true>(out, p, cluster);
   }

@@ -26,6 +26,44 @@ void sparse_attention(TensorView q, TensorView window, TensorView window_rows, T
   launch_attention(out, p, static_cast<int>(parts), static_cast<int>(splits));
 }
 
+// ---- FlashMLA leaves the output rotated ----
+
+// A warp a query and head: lane l turns pair l of the last 64 channels.
+__global__ void __launch_bounds__(256) derotate_kernel(__nv_bfloat16* __restrict__ out, const int64_t token_stride,
+                                                       const float* __restrict__ rope, const int64_t rope_rows,
+                                                       const int64_t* __restrict__ positions, const int heads,
+                                                       const int64_t rows) {
+  const int lane = threadIdx.x & 31;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * 8 + (threadIdx.x >> 5);
+  if (row >= rows) return;
+  const int64_t token = row / heads, position = min(max(positions[token], int64_t{0}), rope_rows - 1);
+  __nv_bfloat16* const at = out + token * token_stride + (row % heads) * kHeadDim + kNopeDim + 2 * lane;
+  float2 pair = unpack_bf16(*reinterpret_cast<const unsigned*>(at));
+  derotate(rope + kRopeDim * position, lane, pair.x, pair.y);
+  *reinterpret_cast<unsigned*>(at) = pack_bf16(pair.x, pair.y);
+}
+
+void derotate_output(TensorView out, TensorView rope, TensorView positions) {
+  const DeviceGuard guard(out);
+  const int64_t rows = out.size(0) * out.size(1);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>((rows + 7) / 8));
+  shape.block = dim3(256);
+  launch(out, shape, derotate_kernel, data_of<__nv_bfloat16>(out), out.stride(0), data_of<const float>(rope),
+         rope.size(0), data_of<const int64_t>(positions), static_cast<int>(out.size(1)), rows);
+}
+
+// Identity of the graph that the current stream is being captured into, 0 if none.
+int64_t capture_id(TensorView anchor) {
+  const DeviceGuard guard(anchor);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cuda_check(cudaStreamGetCaptureInfo(current_stream(anchor), &status, &id), "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusActive ? static_cast<int64_t>(id) : 0;
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_attention, sparse_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(capture_id, capture_id);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(derotate, derotate_output);

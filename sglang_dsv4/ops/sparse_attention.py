@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_dsv4.formats import RowCodec
 from sglang_dsv4.geometry import GROUP_ROWS, HEAD_DIM, MAIN_FP8, ROPE_DIM, WINDOW
-from sglang_dsv4.ops import jit
+from sglang_dsv4.ops import flash_mla, jit
 from sglang_dsv4.ops.checks import Check
 from sglang_dsv4.ops.exact_attention import attend
 
@@ -22,6 +22,7 @@ ROW_BUDGET = 1 << 15
 BLOCK_HEADS = 64
 CLUSTERS = (1, 2, 4, 8)
 MAX_SPLITS = 32
+KERNELS = ("auto", "flash_mla", "hopper", "portable")
 
 
 def sparse_attention(
@@ -58,6 +59,22 @@ def sparse_attention(
             valid.append(entry_rows[part] >= 0)
         out[part] = attend(q[part], torch.cat(keys, 1), torch.cat(valid, 1), sink, rope[positions[part]], scale=scale)
     return out
+
+
+def choose(kernel: str, tokens: int, heads: int, arch: str, check: Check) -> str:
+    """The kernel that serves a decode step. "auto" takes what was fastest on Hopper cards (kernels/flash_mla.md)."""
+    if kernel not in KERNELS:
+        raise check.fail("kernel", repr(kernel), "one of " + ", ".join(KERNELS))
+    if kernel == "hopper" and arch != "90a":
+        raise check.fail("kernel", "hopper", f"portable or auto on sm_{arch}")
+    if kernel == "flash_mla" and not flash_mla.serves(heads, arch):
+        must = "another: FlashMLA is absent or does not serve"
+        raise check.fail("kernel", "flash_mla", f"{must} {heads} heads on sm_{arch}")
+    if kernel != "auto":
+        return kernel
+    if flash_mla.serves(heads, arch) and not (heads == BLOCK_HEADS and 32 < tokens <= 132):
+        return "flash_mla"
+    return "hopper" if arch == "90a" else "portable"
 
 
 @functools.cache
@@ -98,13 +115,15 @@ def sparse_attention_cuda(
     *,
     scale: float,
     codec: RowCodec,
-    portable: bool = False,
+    kernel: str = "auto",
 ) -> Tensor:
     """CUDA face of `sparse_attention`: bfloat16 queries, FP8 rows, `scale` positive.
 
-    One launch without workspace, unless few queries attend to very many columns: then clusters leave partial
-    results (2,056 B a query, head and cluster) that a second launch combines. `portable` takes the kernel of the
-    devices before Hopper, which splits that way at every small batch. Both are deterministic.
+    `kernel` is what `choose` decides unless it is named:
+    flash_mla  FlashMLA, then a launch that de-rotates; 64 or 128 heads. Rows must lie in their pools.
+    hopper     our own: one launch without workspace, unless few queries attend to very many columns: then clusters
+               leave partial results (2,056 B a query, head and cluster) that a second launch combines.
+    portable   our own for every device since compute capability 8.0; splits that way at every small batch.
     Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("sparse_attention")
@@ -124,12 +143,15 @@ def sparse_attention_cuda(
     if not scale > 0:
         raise check.fail("scale", repr(scale), "positive")
     device = check.cuda()
-    out = q.new_empty(q.shape)
-    if not out.numel():
-        return out
     tokens, heads = q.shape[:2]
+    if not q.numel():
+        return q.new_empty(q.shape)
+    kernel = choose(kernel, tokens, heads, jit.architecture(device), check)
+    if kernel == "flash_mla":
+        return flash_mla.decode(q, window, window_rows, entries, entry_rows, sink, rope, positions, scale)
+    out = q.new_empty(q.shape)
     shape = (tokens, heads, WINDOW + entry_rows.shape[1], _multiprocessors(device))
-    if not portable and jit.architecture(device) == "90a":
+    if kernel == "hopper":
         parts, splits = split_hopper(*shape)
     else:
         parts, splits = 0, split_portable(*shape)

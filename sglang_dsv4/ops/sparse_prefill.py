@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.geometry import HEAD_DIM, ROPE_DIM
-from sglang_dsv4.ops import jit
+from sglang_dsv4.ops import flash_mla, jit
 from sglang_dsv4.ops.checks import Check
 from sglang_dsv4.ops.exact_attention import attend
+from sglang_dsv4.ops.sparse_attention import choose
 
 # Neighbouring queries share most of their rows: this many are attended together, over the union of those rows.
 QUERY_TILE = 64
@@ -49,12 +50,13 @@ def sparse_prefill_cuda(
     positions: Tensor,
     *,
     scale: float,
-    portable: bool = False,
+    kernel: str = "auto",
 ) -> Tensor:
-    """CUDA face of `sparse_prefill`: bfloat16, one launch, no workspace of its own; `scale` positive.
+    """CUDA face of `sparse_prefill`: bfloat16, `scale` positive; no workspace of its own.
 
-    `portable` takes the kernel of the devices before Hopper. Raises ValueError for an argument that the kernel
-    cannot take.
+    `kernel`: "flash_mla" (64 or 128 heads, on Hopper; it copies index rows whose width is no multiple of 64),
+    "hopper", "portable", or "auto", the first of these that serves the device. Raises ValueError for an argument that
+    the kernel cannot take.
     """
     check = Check("sparse_prefill")
     check.tensor("q", q, torch.bfloat16, ("tokens", "heads", HEAD_DIM), strided=1, align=16)
@@ -66,9 +68,15 @@ def sparse_prefill_cuda(
     if not scale > 0:
         raise check.fail("scale", repr(scale), "positive")
     device = check.cuda()
+    if not q.numel():
+        return q.new_empty(q.shape)
+    arch = jit.architecture(device)
+    if kernel == "auto" and flash_mla.serves(q.shape[1], arch):
+        kernel = "flash_mla"
+    kernel = choose(kernel, 0, q.shape[1], arch, check)
+    if kernel == "flash_mla":
+        return flash_mla.prefill(q, workspace, indices, sink, rope, positions, scale)
     out = q.new_empty(q.shape)
-    if out.numel():
-        hopper = not portable and jit.architecture(device) == "90a"
-        run = jit.function("sparse_prefill", "sparse_prefill", device)
-        run(q, workspace, indices, sink, rope, positions, out, scale, hopper)
+    run = jit.function("sparse_prefill", "sparse_prefill", device)
+    run(q, workspace, indices, sink, rope, positions, out, scale, kernel == "hopper")
     return out

@@ -81,6 +81,7 @@ __device__ __forceinline__ int count_tiles(const Rows& rows, int token, int* sha
   if (threadIdx.x == 0) *shared_last = 0;
   __syncthreads();
   int last = 0;
+#pragma unroll 4
   for (int i = threadIdx.x; i < rows.columns(); i += blockDim.x) {
     if (rows.column(token, i) >= 0) last = i + 1;
   }

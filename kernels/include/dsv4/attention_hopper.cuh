@@ -1,7 +1,9 @@
 // Attention on Hopper: a block takes 64 heads of a query and a range of its tiles.
 //
-// Three warpgroups. The producer turns rows into bf16 panels in shared memory, two tiles of 64 rows deep. Two consumers
-// split the work so that neither half of it is done twice and every product is a wide one: of a pair of tiles each
+// Four warpgroups. Two producers turn rows into bf16 panels in shared memory, two tiles of 64 rows deep; a warp keeps its
+// eight rows of the next tile in flight in registers while it waits for room. (One batch a warp: a warp waits for all of
+// its loads together, so more batches in fewer warps would not overlap.) Two consumers split the work so that neither
+// half of it is done twice and every product is a wide one: of a pair of tiles each
 // multiplies the queries with one tile (64 heads x 64 rows x 512), then, after exchanging maxima and probabilities
 // through shared memory, each accumulates one half of the channels over both tiles (64 heads x 256 channels x 128 rows).
 // While the first tile's product runs the producer may still be writing the second one.
@@ -20,8 +22,8 @@ namespace dsv4 {
 namespace hopper {
 
 constexpr int kBlockHeads = 64;
-constexpr int kAttentionThreads = 384;
-constexpr int kConsumerRegisters = 192, kProducerRegisters = 128;
+constexpr int kAttentionThreads = 512;
+constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;  // 4 x 128 in all
 constexpr int kPanel = 64 * 128;          // bytes: 64 rows x 64 channels of bf16
 constexpr int kTile = 8 * kPanel;         // 64 rows x 512 channels
 constexpr float kRaise = 8.0f;            // base-2 growth of a maximum that is let pass
@@ -33,7 +35,7 @@ struct AttentionShared {
   float maximum[2][kBlockHeads];
   float sum[2][kBlockHeads];
   float total_maximum[kBlockHeads], total_sum[kBlockHeads];  // read by the cluster
-  uint16_t valid[2][4];
+  uint8_t valid[2][8];     // [tile][producer warp]: which of its rows exist
   uint64_t full[2], empty[2];
   int last;
 };
@@ -41,10 +43,13 @@ constexpr int kAttentionShared = sizeof(AttentionShared) + 1024;
 
 // ---- producer ----
 
-// Eight packed rows of a warp, as loaded. Lanes 0..27 hold a chunk of 16 codes of each row, lanes 28..31 the odd units
-// of its rotated channels; the even units of all eight rows fill one more load.
-struct PackedHalf {
-  uint4 data[8], rotated;
+constexpr int kWarpRows = 8;  // of a tile in a producer warp
+
+// A warp's packed rows, as loaded. Two loads cover a pair of rows: eight lanes take four chunks of 16 codes of each, so
+// that the panel units they store later lie in eight different bank groups. The second load's last lanes take the even
+// units of the rotated channels, and one more load the odd ones of all rows.
+struct PackedWarp {
+  uint4 data[kWarpRows], rotated;
   uint2 scales;  // of row lane % 8
 
   static __device__ __forceinline__ const uint8_t* data_of(const RowPool<MainFp8>& pool, int id) {
@@ -52,85 +57,89 @@ struct PackedHalf {
     return pool.base + (row / kGroupRows) * pool.group_stride + (row % kGroupRows) * MainFp8::kDataBytes;
   }
 
-  // `ids` holds in lane r the row of the warp's row r of the tile; `half` picks eight of the sixteen.
-  __device__ __forceinline__ void load(const RowPool<MainFp8>& pool, int ids, int half, int lane) {
-    const int within = lane < 28 ? 16 * lane : kNopeDim + 16 * (2 * (lane - 28) + 1);
+  // `ids` holds in lane r the warp's row r % 8.
+  __device__ __forceinline__ void load(const RowPool<MainFp8>& pool, int ids, int lane) {
+    const int chunk = 4 * (lane >> 3) + (lane & 3);
 #pragma unroll
-    for (int row = 0; row < 8; ++row) {
-      const int id = __shfl_sync(kFullMask, ids, 8 * half + row);
-      data[row] = make_uint4(0, 0, 0, 0);
-      if (id >= 0) data[row] = load_once16(data_of(pool, id) + within);
+    for (int pair = 0; pair < kWarpRows / 2; ++pair) {
+      const int id = __shfl_sync(kFullMask, ids, 2 * pair + ((lane >> 2) & 1));
+      const uint8_t* source = data_of(pool, max(id, 0));
+      data[2 * pair] = data[2 * pair + 1] = make_uint4(0, 0, 0, 0);
+      if (id >= 0) {
+        data[2 * pair] = load_once16(source + 16 * chunk);
+        data[2 * pair + 1] = load_once16(source + (lane < 24 ? 16 * (16 + chunk) : kNopeDim + 32 * (lane & 3)));
+      }
     }
-    const int id = __shfl_sync(kFullMask, ids, 8 * half + (lane >> 2));
+    const int id = __shfl_sync(kFullMask, ids, lane >> 2);
     rotated = make_uint4(0, 0, 0, 0);
-    if (id >= 0) rotated = load_once16(data_of(pool, id) + kNopeDim + 32 * (lane & 3));
-    const int scaled = __shfl_sync(kFullMask, ids, 8 * half + (lane & 7));
+    if (id >= 0) rotated = load_once16(data_of(pool, id) + kNopeDim + 32 * (lane & 3) + 16);
     scales = make_uint2(0, 0);
-    if (scaled >= 0) scales = *reinterpret_cast<const uint2*>(pool.scale(static_cast<unsigned>(scaled)));
+    if (ids >= 0) scales = *reinterpret_cast<const uint2*>(pool.scale(static_cast<unsigned>(ids)));
   }
 
   __device__ __forceinline__ void store(uint8_t* tile, int first_row, int lane) const {
-    const int panel = lane < 28 ? lane >> 2 : 7;
-    // Odd panels store their odd unit first: eight lanes then meet eight different bank groups.
-    const int odd = panel & 1, unit = lane < 28 ? 2 * (lane & 3) + odd : 2 * (lane - 28) + 1;
-    uint8_t* const base = tile + panel * kPanel + first_row * 128;
+    uint8_t* const base = tile + (lane >> 3) * kPanel + first_row * 128;
+    const unsigned unit = 2 * (lane & 3);
 #pragma unroll
-    for (int row = 0; row < 8; ++row) {
+    for (int pair = 0; pair < kWarpRows / 2; ++pair) {
+      const unsigned row = 2 * pair + ((lane >> 2) & 1);
       const unsigned low = __shfl_sync(kFullMask, scales.x, row), high = __shfl_sync(kFullMask, scales.y, row);
       uint4 values[2];
-      decode_chunk(data[row], ((panel < 4 ? low : high) >> (8 * (panel & 3))) & 255u, values);
-      uint4 first = odd ? values[1] : values[0];
-      if (lane >= 28) first = data[row];
-      *reinterpret_cast<uint4*>(base + panel_offset(row, unit)) = first;
-      if (lane < 28) *reinterpret_cast<uint4*>(base + panel_offset(row, unit ^ 1)) = odd ? values[0] : values[1];
+      decode_chunk(data[2 * pair], (low >> (lane & 24)) & 255u, values);
+      *reinterpret_cast<uint4*>(base + panel_offset(row, unit)) = values[0];
+      *reinterpret_cast<uint4*>(base + panel_offset(row, unit + 1)) = values[1];
+      uint8_t* const upper = base + 4 * kPanel;
+      if (lane < 24) {
+        decode_chunk(data[2 * pair + 1], (high >> (lane & 24)) & 255u, values);
+        *reinterpret_cast<uint4*>(upper + panel_offset(row, unit)) = values[0];
+        *reinterpret_cast<uint4*>(upper + panel_offset(row, unit + 1)) = values[1];
+      } else {
+        *reinterpret_cast<uint4*>(upper + panel_offset(row, unit)) = data[2 * pair + 1];
+      }
     }
-    *reinterpret_cast<uint4*>(tile + 7 * kPanel + panel_offset(first_row + (lane >> 2), 2 * (lane & 3))) = rotated;
+    *reinterpret_cast<uint4*>(tile + 7 * kPanel + panel_offset(first_row + (lane >> 2), unit + 1)) = rotated;
   }
 };
 
-template <typename Rows>
-__device__ __forceinline__ void announce(const Rows&, AttentionShared& shared, int buffer, int ids, int warp, int lane) {
-  const unsigned valid = __ballot_sync(kFullMask, ids >= 0 && lane < 16);
-  if (lane == 0) shared.valid[buffer][warp] = static_cast<uint16_t>(valid);
+__device__ __forceinline__ void announce(AttentionShared& shared, int buffer, int ids, int warp, int lane) {
+  const unsigned valid = __ballot_sync(kFullMask, ids >= 0);
+  if (lane == 0) shared.valid[buffer][warp] = static_cast<uint8_t>(valid & 255u);
 }
 
-// Fills tiles [begin, end). `warp` is the warp's place in the producer.
+// Fills tiles [begin, end). `warp` is the warp's place among the eight producers.
 __device__ __forceinline__ void produce(const PackedRows& rows, AttentionShared& shared, int token, int begin, int end,
                                         int warp, int lane) {
-  const int first_row = 16 * warp;
-  const auto ids_of = [&](int tile) { return tile < end ? rows.row(token, tile, first_row + (lane & 15)) : -1; };
-  int ids = ids_of(begin), next_ids = ids_of(begin + 1);
-  PackedHalf first, second;
-  if (begin < end) first.load(rows.pool(begin), ids, 0, lane);
+  const int first_row = kWarpRows * warp;
+  const auto ids_of = [&](int tile) { return tile < end ? rows.row(token, tile, first_row + (lane & 7)) : -1; };
+  int ids = ids_of(begin);
+  PackedWarp packed;
+  if (begin < end) packed.load(rows.pool(begin), ids, lane);
   for (int tile = begin; tile < end; ++tile) {
     const int buffer = (tile - begin) & 1, round = (tile - begin) >> 1;
-    second.load(rows.pool(tile), ids, 1, lane);
+    const int next_ids = ids_of(tile + 1);
     if (round > 0) mbarrier_wait(&shared.empty[buffer], (round - 1) & 1);
-    announce(rows, shared, buffer, ids, warp, lane);
-    first.store(shared.rows[buffer], first_row, lane);
-    const int following_ids = ids_of(tile + 2);
-    if (tile + 1 < end) first.load(rows.pool(tile + 1), next_ids, 0, lane);
-    second.store(shared.rows[buffer], first_row + 8, lane);
+    announce(shared, buffer, ids, warp, lane);
+    packed.store(shared.rows[buffer], first_row, lane);
     fence_async_shared();
     mbarrier_arrive(&shared.full[buffer]);
     ids = next_ids;
-    next_ids = following_ids;
+    if (tile + 1 < end) packed.load(rows.pool(tile + 1), ids, lane);
   }
 }
 
 __device__ __forceinline__ void produce(const DenseRows& rows, AttentionShared& shared, int token, int begin, int end,
                                         int warp, int lane) {
-  const int first_row = 16 * warp;
-  const auto ids_of = [&](int tile) { return tile < end ? rows.row(token, tile, first_row + (lane & 15)) : -1; };
+  const int first_row = kWarpRows * warp;
+  const auto ids_of = [&](int tile) { return tile < end ? rows.row(token, tile, first_row + (lane & 7)) : -1; };
   int ids = ids_of(begin);
   for (int tile = begin; tile < end; ++tile) {
     const int buffer = (tile - begin) & 1, round = (tile - begin) >> 1;
     const int next_ids = ids_of(tile + 1);
     if (round > 0) mbarrier_wait(&shared.empty[buffer], (round - 1) & 1);
-    announce(rows, shared, buffer, ids, warp, lane);
+    announce(shared, buffer, ids, warp, lane);
     const unsigned base = shared_address(shared.rows[buffer]);
-#pragma unroll 4
-    for (int row = 0; row < 16; ++row) {
+#pragma unroll
+    for (int row = 0; row < kWarpRows; ++row) {
       const int id = __shfl_sync(kFullMask, ids, row);
       const __nv_bfloat16* source = rows.workspace + max(id, 0) * rows.row_stride + 8 * lane;
 #pragma unroll
@@ -147,12 +156,14 @@ __device__ __forceinline__ void produce(const DenseRows& rows, AttentionShared& 
 }
 
 template <typename Rows>
-constexpr int kFullArrivals = Rows::kFixedTiles ? 128 : 256;
+constexpr int kFullArrivals = Rows::kFixedTiles ? 256 : 512;
 
 // ---- consumers ----
 
 struct ConsumerState {
-  float o[128];      // heads 16 warp + lane / 4 and 8 more, channels 256 group + 8 j + 2 (lane % 4) and the next
+  // Heads 16 warp + lane / 4 and 8 more, channels 256 group + 128 half + 8 j + 2 (lane % 4) and the next. (Two products
+  // of 128 channels: one of 256 would need more registers than a thread starts with.)
+  float o[2][64];
   float maximum[2];  // of the two heads, base 2
   float sum[2];      // over this thread's columns
 };
@@ -199,7 +210,7 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
       wgmma_registers(s);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const unsigned bits = shared.valid[group][j >> 1] >> (8 * (j & 1) + 2 * (lane & 3));
+        const unsigned bits = shared.valid[group][j] >> (2 * (lane & 3));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& x = s[4 * j + i];
@@ -239,20 +250,16 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float even = exp2_fast(s[4 * j + 2 * i] - base[i]), odd = exp2_fast(s[4 * j + 2 * i + 1] - base[i]);
-          state.sum[i] += even + odd;
-          *reinterpret_cast<unsigned*>(probabilities + panel_offset(head + 8 * i, j) + 4 * (lane & 3)) =
-              pack_bf16(even, odd);
+          const unsigned pair = pack_bf16(even, odd);
+          const float2 rounded = unpack_bf16(pair);  // what is multiplied is what is summed
+          state.sum[i] += rounded.x + rounded.y;
+          *reinterpret_cast<unsigned*>(probabilities + panel_offset(head + 8 * i, j) + 4 * (lane & 3)) = pair;
         }
       }
     }
     if (__any_sync(kFullMask, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        state.o[4 * j] *= rescale[0];
-        state.o[4 * j + 1] *= rescale[0];
-        state.o[4 * j + 2] *= rescale[1];
-        state.o[4 * j + 3] *= rescale[1];
-      }
+      for (int j = 0; j < 128; ++j) state.o[j >> 6][j & 63] *= rescale[(j >> 1) & 1];
     }
     fence_async_shared();
     named_barrier(1, 256);
@@ -260,7 +267,8 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
     // The other group has met its tile, so this does not wait; it orders that tile before this group's products.
     if (group == 1 || both) mbarrier_wait(&shared.full[1 - group], parity);
     fence_async_shared();
-    wgmma_registers(state.o);
+    wgmma_registers(state.o[0]);
+    wgmma_registers(state.o[1]);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       if (t == 0 || both) {
@@ -269,7 +277,11 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
         const uint64_t values = panel_descriptor(shared_address(shared.rows[t]) + 4 * group * kPanel, kPanel);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          wgmma_bf16_64x256x16(state.o, weights + (32 * k >> 4), values + (16 * 128 * k >> 4));
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            wgmma_bf16_64x128x16(state.o[half], weights + (32 * k >> 4),
+                                 values + ((2 * half * kPanel + 16 * 128 * k) >> 4));
+          }
         }
         wgmma_commit();
       }
@@ -279,7 +291,8 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
       if (lane == 0) mbarrier_arrive(&shared.empty[0]);
     }
     wgmma_wait<0>();
-    wgmma_registers(state.o);
+    wgmma_registers(state.o[0]);
+    wgmma_registers(state.o[1]);
     if (lane == 0) mbarrier_arrive(&shared.empty[both ? 1 : 0]);
   }
 
@@ -312,8 +325,9 @@ __device__ __forceinline__ void finish_alone(const AttentionParams<Rows>& p, Att
 #pragma unroll
     for (int j = 24; j < 32; ++j) {
       const int pair = 4 * (j - 24) + (lane & 3);
-      derotate(rope, pair, state.o[4 * j], state.o[4 * j + 1]);
-      derotate(rope, pair, state.o[4 * j + 2], state.o[4 * j + 3]);
+      float(&o)[64] = state.o[1];
+      derotate(rope, pair, o[4 * (j - 16)], o[4 * (j - 16) + 1]);
+      derotate(rope, pair, o[4 * (j - 16) + 2], o[4 * (j - 16) + 3]);
     }
   }
   // Through shared memory, so that a warp stores whole rows: [head][256 channels] of this group.
@@ -324,7 +338,7 @@ __device__ __forceinline__ void finish_alone(const AttentionParams<Rows>& p, Att
     for (int i = 0; i < 2; ++i) {
       const int row = head + 8 * i;
       *reinterpret_cast<unsigned*>(staged + row * 512 + ((j ^ (row & 7)) << 4) + 4 * (lane & 3)) =
-          pack_bf16(state.o[4 * j + 2 * i] * factor[i], state.o[4 * j + 2 * i + 1] * factor[i]);
+          pack_bf16(state.o[j >> 4][4 * (j & 15) + 2 * i] * factor[i], state.o[j >> 4][4 * (j & 15) + 2 * i + 1] * factor[i]);
     }
   }
   __syncwarp();  // a warp reads only the heads it wrote
@@ -351,7 +365,7 @@ __device__ __forceinline__ void finish_cluster(const AttentionParams<Rows>& p, A
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       *reinterpret_cast<float2*>(accumulators + accumulator_offset(head + 8 * i, 32 * group + j) + 8 * (lane & 3)) =
-          make_float2(state.o[4 * j + 2 * i], state.o[4 * j + 2 * i + 1]);
+          make_float2(state.o[j >> 4][4 * (j & 15) + 2 * i], state.o[j >> 4][4 * (j & 15) + 2 * i + 1]);
     }
   }
   if (group == 0 && (lane & 3) == 0) {
@@ -368,20 +382,43 @@ __device__ __forceinline__ void finish_cluster(const AttentionParams<Rows>& p, A
   const unsigned maxima = shared_address(shared.total_maximum), sums = shared_address(shared.total_sum);
   const unsigned values = shared_address(accumulators);
   for (int row = rank * share + 4 * group + warp; row < min((rank + 1) * share, real); row += 8) {
-    float top = -INFINITY, sum = 0.0f;
-    for (int part = 0; part < parts; ++part) top = fmaxf(top, cluster_load(cluster_address(maxima, part) + 4 * row));
-    float x[4][4] = {};
-    for (int part = 0; part < parts; ++part) {
-      const float own = cluster_load(cluster_address(maxima, part) + 4 * row);
-      if (own == -INFINITY) continue;
-      const float weight = exp2f(own - top);
-      sum += weight * cluster_load(cluster_address(sums, part) + 4 * row);
-      const unsigned remote = cluster_address(values, part);
+    // A lane asks one block for its maximum and sum; remote loads take long, so all are under way at once.
+    float own_maximum = -INFINITY, own_sum = 0.0f;
+    if (lane < parts) {
+      own_maximum = cluster_load(cluster_address(maxima, lane) + 4 * row);
+      own_sum = cluster_load(cluster_address(sums, lane) + 4 * row);
+    }
+    float top = own_maximum;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = lane + 32 * i;  // four channels
-        const float4 v = cluster_load4(remote + accumulator_offset(row, at >> 1) + 16 * (at & 1));
-        x[i][0] += weight * v.x, x[i][1] += weight * v.y, x[i][2] += weight * v.z, x[i][3] += weight * v.w;
+    for (int step = 4; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
+    top = __shfl_sync(kFullMask, top, 0);
+    const float own_weight = own_maximum == -INFINITY ? 0.0f : exp2f(own_maximum - top);
+    float sum = own_weight * own_sum;
+#pragma unroll
+    for (int step = 4; step; step >>= 1) sum += __shfl_xor_sync(kFullMask, sum, step);
+    sum = __shfl_sync(kFullMask, sum, 0);
+    float x[4][4] = {};
+    for (int first = 0; first < parts; first += 2) {
+      float4 v[2][4];
+#pragma unroll
+      for (int other = 0; other < 2; ++other) {
+        const unsigned remote = cluster_address(values, min(first + other, parts - 1));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = lane + 32 * i;  // four channels
+          v[other][i] = cluster_load4(remote + accumulator_offset(row, at >> 1) + 16 * (at & 1));
+        }
+      }
+#pragma unroll
+      for (int other = 0; other < 2; ++other) {
+        const float weight = __shfl_sync(kFullMask, own_weight, first + other);
+        if (weight > 0.0f) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            x[i][0] += weight * v[other][i].x, x[i][1] += weight * v[other][i].y;
+            x[i][2] += weight * v[other][i].z, x[i][3] += weight * v[other][i].w;
+          }
+        }
       }
     }
     const int64_t at = static_cast<int64_t>(token) * p.heads + first_head + row;
@@ -407,7 +444,7 @@ __device__ __forceinline__ void finish_cluster(const AttentionParams<Rows>& p, A
           make_uint2(pack_bf16(x[i][0] * factor, x[i][1] * factor), pack_bf16(x[i][2] * factor, x[i][3] * factor));
     }
   }
-  cluster_sync();  // nobody leaves while its memory is read
+  cluster_meet();  // nobody leaves while its memory is read
 }
 
 // Grid: (parts of a cluster x tokens, blocks of 64 heads, groups of clusters).
@@ -433,19 +470,19 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   const int splits = parts * gridDim.z, split = blockIdx.z * parts + part;
   const int begin = tiles * split / splits, end = tiles * (split + 1) / splits;
 
-  if (group == 2) {
+  if (group >= 2) {
     lower_registers<kProducerRegisters>();
-    produce(p.rows, shared, token, begin, end, warp, lane);
+    produce(p.rows, shared, token, begin, end, 4 * (group - 2) + warp, lane);
     if (parts > 1) {
       cluster_sync();
-      cluster_sync();
+      cluster_meet();
     }
   } else {
     raise_registers<kConsumerRegisters>();
     load_queries(p, shared, token, first_head);
     ConsumerState state;
 #pragma unroll
-    for (float& x : state.o) x = 0.0f;
+    for (int j = 0; j < 128; ++j) state.o[j >> 6][j & 63] = 0.0f;
     state.maximum[0] = state.maximum[1] = -INFINITY;
     state.sum[0] = state.sum[1] = 0.0f;
     consume(p, shared, state, begin, end, group, warp, lane);

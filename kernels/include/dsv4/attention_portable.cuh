@@ -159,12 +159,12 @@ __device__ __forceinline__ bool weigh_rows(Shared<kHeads>& shared, float scale, 
     for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
     const float before = shared.maximum[head], after = fmaxf(before, top);
     const float base = after == -INFINITY ? 0.0f : after;
-    const float weight = exp2_fast(x - base);
-    float sum = weight;
+    const __nv_bfloat16 weight = __float2bfloat16_rn(exp2_fast(x - base));
+    float sum = __bfloat162float(weight);  // what is multiplied is what is summed
 #pragma unroll
     for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(kFullMask, sum, step);
     const float rescale = before == -INFINITY ? 1.0f : exp2_fast(before - after);
-    shared.weights[head * kWeightStride + lane] = __float2bfloat16_rn(weight);
+    shared.weights[head * kWeightStride + lane] = weight;
     __syncwarp();
     if (lane == 0) {
       shared.rescale[head] = rescale;

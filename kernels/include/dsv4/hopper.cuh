@@ -89,6 +89,13 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+// The same where no memory is handed over: it only keeps the blocks together.
+__device__ __forceinline__ void cluster_meet() {
+#if DSV4_HOPPER
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 // Address in the shared memory of another block of the cluster.
 __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
   unsigned remote = 0;
@@ -189,6 +196,18 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kCount]) {
 #endif
 }
 
+// Keeps operand registers apart: computed before the first product, so that no product waits for another's operand.
+template <int kSteps>
+__device__ __forceinline__ void wgmma_operands(unsigned (&a)[kSteps][4]) {
+#if DSV4_HOPPER
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[s][i])::"memory");
+  }
+#endif
+}
+
 #define DSV4_D8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
@@ -226,23 +245,18 @@ __device__ __forceinline__ void wgmma_bf16_64x64x16(float (&d)[32], uint64_t a, 
 #endif
 }
 
-// d[64 x 256] += a[64 x 16] b[16 x 256], bf16, both in shared memory, a read row-wise, b column-wise.
-__device__ __forceinline__ void wgmma_bf16_64x256x16(float (&d)[128], uint64_t a, uint64_t b) {
+// d[64 x 128] += a[64 x 16] b[16 x 128], bf16, both in shared memory, a read row-wise, b column-wise.
+__device__ __forceinline__ void wgmma_bf16_64x128x16(float (&d)[64], uint64_t a, uint64_t b) {
 #if DSV4_HOPPER
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, 1, 1, 1, 0, 1;\n"
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, 1, 1, 1, 0, 1;\n"
       : DSV4_D8(d, 0), DSV4_D8(d, 8), DSV4_D8(d, 16), DSV4_D8(d, 24), DSV4_D8(d, 32), DSV4_D8(d, 40), DSV4_D8(d, 48),
-        DSV4_D8(d, 56), DSV4_D8(d, 64), DSV4_D8(d, 72), DSV4_D8(d, 80), DSV4_D8(d, 88), DSV4_D8(d, 96),
-        DSV4_D8(d, 104), DSV4_D8(d, 112), DSV4_D8(d, 120)
+        DSV4_D8(d, 56)
       : "l"(a), "l"(b));
 #endif
 }

@@ -1,14 +1,16 @@
 // Indexer keys as operands of a matrix product.
 //
-// Four threads (a quad) share a key. A thread loads its share of a row straight from the pool and turns it into operand
-// registers; keys never pass through shared memory. That the registers then hold the channels in an order of their own
+// Four threads (a quad) share a key. A thread loads its share of a row and turns it into operand registers itself: keys
+// are never rearranged. That the registers then hold the channels in an order of their own
 // does no harm as long as the query's image in shared memory has the same order: `column()` gives it.
 //
 // A key's common factor leaves the product (relu(f x) = f relu(x) for f > 0), so what is multiplied are codes:
 //   MXFP4  code * 2^(its scale - the row's largest scale), the factor is the largest scale
 //   FP8    code, the factor is the row's float32 scale
 // On Hopper the operands are e4m3, elsewhere bf16. In e4m3 the codes of an MXFP4 row are exact while its scales lie
-// within 2^14 of each other; smaller channels are rounded to 2^-23 of the largest possible one, as the sum would do.
+// within 2^10 of each other (a query's: 2^8); smaller channels are rounded to 2^-14 of the largest possible one, about
+// what the tensor cores' sum of e4m3 products keeps. Their largest products are kept within half precision, in which
+// `ReluSum` goes on.
 #pragma once
 
 #include "dsv4/codecs.cuh"
@@ -18,37 +20,76 @@ namespace dsv4 {
 
 constexpr int kKeyTile = 64;  // keys per step of a team of four warps; 16 a warp
 
-// One thread's share of keys `row` and `row + 8` of a warp's 16.
+// One thread's share of keys `row` and `row + 8` of a warp's 16. `copy` starts loading it into the team's stage in shared
+// memory, where `read` finds it once the copies are complete and the warp has met: a thread's own 16-byte pieces, and
+// the keys' scales, which one thread of a quad copies for all four. (Loads into registers would be waited for together,
+// however early they were issued.)
 template <typename Layout>
-struct KeyShare;
-
-template <>
-struct KeyShare<IndexFp4> {
-  uint4 data[2];  // channels 32 t .. 32 t + 31, t the thread's place in its quad
+struct KeyShare {
+  static constexpr int kPieces = Layout::kDataBytes / 64;  // 16-byte pieces of a key in a thread
+  static constexpr int kStageBytes = kKeyTile * (Layout::kDataBytes + Layout::kScaleBytes);
+  uint4 data[2][kPieces];  // MXFP4: channels 32 t ..; FP8: channels 64 piece + 16 t ..; t the thread's place in its quad
   unsigned scale[2];
 
-  __device__ __forceinline__ void load(const RowPool<IndexFp4>& pool, int64_t first, int lane) {
+  // A thread's places in its team's first stage and in a row group, computed once: left to itself the compiler computes
+  // them again for every tile.
+  struct Places {
+    unsigned data, scale, scale_copy;       // in the stage: read, read, written
+    unsigned source_data, source_scale;     // in a group, for its first row
+
+    __device__ __forceinline__ void start(unsigned stage, int warp, int lane) {
+      const unsigned key = (lane >> 2) + 8 * (lane & 1);
+      data = keep(stage + 16 * (32 * warp + lane));
+      scale = keep(stage + kKeyTile * Layout::kDataBytes + 4 * (16 * warp + (lane >> 2)));
+      scale_copy = keep(stage + kKeyTile * Layout::kDataBytes + 4 * (16 * warp + key));
+      source_data = keep((lane >> 2) * Layout::kDataBytes + 16 * (lane & 3));
+      source_scale = keep(kGroupRows * Layout::kDataBytes + key * Layout::kScaleBytes);
+    }
+    __device__ __forceinline__ static unsigned keep(unsigned x) {
+      asm volatile("" : "+r"(x));
+      return x;
+    }
+  };
+
+  // `stage` is a stage's offset from the first. `first` is any row number: one that the pool does not contain is
+  // replaced by one that it does.
+  __device__ __forceinline__ static void copy(const Places& at, unsigned stage, const RowPool<Layout>& pool,
+                                              unsigned first, int lane) {
+    const unsigned row = min(first, static_cast<unsigned>(pool.num_rows) - 16u), within = row % kGroupRows;
+    const uint8_t* group = pool.base + static_cast<uint64_t>(row / kGroupRows) * static_cast<unsigned>(pool.group_stride);
+    const uint8_t* source = group + (within * Layout::kDataBytes + at.source_data);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t row = first + (lane >> 2) + 8 * i;
-      data[i] = load_once16(pool.data(row) + 16 * (lane & 3));
-      scale[i] = load_once4(pool.scale(row));
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        copy_async16(at.data + stage + 2048 * (i * kPieces + piece), source + 8 * i * Layout::kDataBytes + 64 * piece);
+      }
+    }
+    if ((lane & 2) == 0) {
+      copy_async4(at.scale_copy + stage, group + (within * Layout::kScaleBytes + at.source_scale));
     }
   }
-};
 
-template <>
-struct KeyShare<IndexFp8> {
-  uint4 data[2][2];  // [key][half of the row]: channels 64 half + 16 t .. + 15
-  unsigned scale[2];
+  __device__ __forceinline__ void read(const Places& at, unsigned stage) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        data[i][piece] = load_shared16(at.data + stage + 2048 * (i * kPieces + piece));
+      }
+      scale[i] = load_shared4(at.scale + stage + 32 * i);
+    }
+  }
 
-  __device__ __forceinline__ void load(const RowPool<IndexFp8>& pool, int64_t first, int lane) {
+  // Straight from the pool.
+  __device__ __forceinline__ void load(const RowPool<Layout>& pool, int64_t first, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t row = first + (lane >> 2) + 8 * i;
-      const uint8_t* source = pool.data(row) + 16 * (lane & 3);
-      data[i][0] = load_once16(source);
-      data[i][1] = load_once16(source + 64);
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        data[i][piece] = load_once16(pool.data(row) + 64 * piece + 16 * (lane & 3));
+      }
       scale[i] = load_once4(pool.scale(row));
     }
   }
@@ -68,34 +109,48 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __uint_as_float(field > 0 ? static_cast<unsigned>(field) << 23 : field > -23 ? 1u << (22 + field) : 0u);
 }
 
-// The e4m3 codes of {0, .5, 1, 1.5, 2, 3, 4, 6} * 2^(d - 6), low and high four.
+// The e4m3 codes of {0, .5, 1, 1.5, 2, 3, 4, 6} * 2^(d - 6), low and high four, for d >= 1 and for smaller d, where the
+// codes become subnormal and the conversion rounds.
 __device__ __forceinline__ uint2 scaled_e2m1_codes(int d) {
-  if (d >= 1) return make_uint2(0x0c080000u + 0x08080800u * d, 0x1c181410u + 0x08080808u * d);
-  const float unit = power_of_two(d - 6);  // the codes become subnormal: let the conversion round
+  return make_uint2(0x0c080000u + 0x08080800u * d, 0x1c181410u + 0x08080808u * d);
+}
+__device__ __forceinline__ uint2 subnormal_e2m1_codes(int d) {
+  const float unit = power_of_two(d - 6);
   return make_uint2(e4m3_encode4(0.0f, 0.5f * unit, unit, 1.5f * unit),
                     e4m3_encode4(2.0f * unit, 3.0f * unit, 4.0f * unit, 6.0f * unit));
 }
 
 // ---- e4m3 operands (Hopper): a[k-step of 32][register] ----
 
-constexpr int kLargestShift = 12;  // 6 * 2^(12 - 6) = 384, the largest product of a code that e4m3 holds
+constexpr int kLargestShift = 8;  // the largest code is 6 * 2^(8 - 6) = 24, and a query's at most 7: 128 * 24 * 7 < 2^15
 
 __device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp4>& key, int lane, unsigned (&a)[4][4],
                                              float (&factor)[2]) {
+  int d[2];
+  uint2 codes[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int largest = largest_byte(key.scale[i]);
-    const int own = (key.scale[i] >> (8 * (lane & 3))) & 255;
-    const uint2 codes = scaled_e2m1_codes(kLargestShift - largest + own);
+    d[i] = kLargestShift - largest + static_cast<int>((key.scale[i] >> (8 * (lane & 3))) & 255u);
+    codes[i] = scaled_e2m1_codes(d[i]);
     factor[i] = power_of_two(largest - kUe8m0Bias + 6 - kLargestShift);
+  }
+  if (__any_sync(kFullMask, min(d[0], d[1]) < 1)) {  // rare: scales of one key that lie far apart
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (d[i] < 1) codes[i] = subnormal_e2m1_codes(d[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      const unsigned word = word_of(key.data[i], s);
+      const unsigned word = word_of(key.data[i][0], s);
+      const unsigned values = word & 0x77777777u;
       const unsigned even_signs = word << 4;  // bit 7 of a byte is the sign of its low nibble; in `word`, of its high one
-      const unsigned low = __byte_perm(codes.x, codes.y, word & 0x7777u);
-      const unsigned high = __byte_perm(codes.x, codes.y, (word >> 16) & 0x7777u);
-      a[s][i] = low | (__byte_perm(even_signs, word, 0x5140) & 0x80808080u);
-      a[s][2 + i] = high | (__byte_perm(even_signs, word, 0x7362) & 0x80808080u);
+      a[s][i] = __byte_perm(codes[i].x, codes[i].y, values) | (__byte_perm(even_signs, word, 0x5140) & 0x80808080u);
+      a[s][2 + i] =
+          __byte_perm(codes[i].x, codes[i].y, values >> 16) | (__byte_perm(even_signs, word, 0x7362) & 0x80808080u);
     }
   }
 }
@@ -126,7 +181,7 @@ __device__ __forceinline__ void operand_bf16(const KeyShare<IndexFp4>& key, int 
     const unsigned shift = power_bf16(max(126 + own - largest, -126));
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      const unsigned w = word_of(key.data[i], s);
+      const unsigned w = word_of(key.data[i][0], s);
       const unsigned pairs[4] = {
           ((w << 6) & 0x01c001c0u) | ((w << 12) & 0x80008000u), ((w << 2) & 0x01c001c0u) | ((w << 8) & 0x80008000u),
           ((w >> 2) & 0x01c001c0u) | ((w << 4) & 0x80008000u), ((w >> 6) & 0x01c001c0u) | (w & 0x80008000u)};
@@ -198,8 +253,8 @@ __device__ __forceinline__ float write_image_row(uint8_t* image, int head, int l
   for (int step = 16; step; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));
   float scale, code[4] = {x.x, x.y, x.z, x.w};
   if constexpr (Layout::kDataBytes == kIndexDim / 2) {
-    // A power of two that puts the largest channel into (224, 448].
-    const int exponent = ue8m0_ceil<8, 0x600000u>(fmaxf(amax, 1e-30f));
+    // A power of two that puts the largest channel into (3.5, 7].
+    const int exponent = ue8m0_ceil<2, 0x600000u>(fmaxf(amax, 1e-30f));
     scale = ue8m0_decode(exponent);
 #pragma unroll
     for (float& value : code) value *= ue8m0_inverse(exponent);
@@ -224,15 +279,18 @@ __device__ __forceinline__ float write_image_row(uint8_t* image, int head, int l
 
 // ---- scores of 16 keys a warp ----
 
-// sum[i] of keys lane / 4 + 8 i over the heads, in every thread of a quad.
+__device__ __forceinline__ float twice_relu(float x) { return x + fabsf(x); }
+
+// sum[i] of keys lane / 4 + 8 i over the heads, in every thread of a quad. The image's weights are halved, as
+// 2 relu(x) = x + |x| needs one addition, which runs beside the conversions of keys where a maximum would not.
 __device__ __forceinline__ void weigh(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      sum[0] = fmaf(fmaxf(dots[4 * j + i], 0.0f), weight[2 * j + i], sum[0]);
-      sum[1] = fmaf(fmaxf(dots[4 * j + 2 + i], 0.0f), weight[2 * j + i], sum[1]);
+      sum[0] = fmaf(twice_relu(dots[4 * j + i]), weight[2 * j + i], sum[0]);
+      sum[1] = fmaf(twice_relu(dots[4 * j + 2 + i]), weight[2 * j + i], sum[1]);
     }
   }
 #pragma unroll
@@ -269,5 +327,57 @@ __device__ __forceinline__ void multiply_image(const unsigned (&a)[8][4], unsign
     for (int i = 0; i < 4; ++i) dots[4 * j + i] = d[i];
   }
 }
+
+// The same on the tensor cores, for products within half precision: relu(dots) [16 keys x 64 heads] times the weights,
+// each split into a half-precision number and the rest, as columns 0 and 1 of the other operand. Weights are scaled
+// together so that the largest lies in (0.5, 1].
+struct ReluSum {
+  unsigned b[4][2];
+  float scale;
+
+  // `weights` are the image's 64, in shared memory.
+  __device__ __forceinline__ void start(const float* weights, int lane) {
+    float largest = fmaxf(fabsf(weights[lane]), fabsf(weights[lane + 32]));
+#pragma unroll
+    for (int step = 16; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
+    const int exponent = ue8m0_ceil<0, 0u>(fmaxf(largest, 1e-30f));
+    const float inverse = ue8m0_inverse(exponent);
+    scale = ue8m0_decode(exponent);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 w = *reinterpret_cast<const float2*>(weights + 16 * k + 8 * i + 2 * (lane & 3));
+        const float x = w.x * inverse, y = w.y * inverse;
+        const __half2 high = __floats2half2_rn(x, y);
+        const __half2 rest = __floats2half2_rn(x - __low2float(high), y - __high2float(high));
+        const unsigned column = lane >> 2;
+        b[k][i] = column == 0   ? *reinterpret_cast<const unsigned*>(&high)
+                  : column == 1 ? *reinterpret_cast<const unsigned*>(&rest)
+                                : 0u;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void pack(const float (&dots)[32], unsigned (&a)[4][4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (2 * k + (i >> 1)) + 2 * (i & 1);
+        a[k][i] = pack_relu_f16(dots[at], dots[at + 1]);
+      }
+    }
+  }
+
+  // sum[i] of key lane / 4 + 8 i, in the first thread of a quad.
+  __device__ __forceinline__ void sum(const unsigned (&a)[4][4], float (&out)[2]) const {
+    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) mma_f16(d, a[k], b[k][0], b[k][1]);
+    out[0] = (d[0] + d[1]) * scale;
+    out[1] = (d[2] + d[3]) * scale;
+  }
+};
 
 }  // namespace dsv4

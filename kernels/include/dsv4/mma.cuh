@@ -32,15 +32,48 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same in half precision.
+__device__ __forceinline__ void mma_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// max(x, 0) of two floats as half precision numbers, the first one low.
+__device__ __forceinline__ unsigned pack_relu_f16(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 // 16 bytes from global to shared memory without registers; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async16(unsigned shared, const void* global, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
                : "memory");
 }
+__device__ __forceinline__ void copy_async4(unsigned shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared16(unsigned address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ unsigned load_shared4(unsigned address) {
+  unsigned v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
 }
 
 // Loads of data that is read once: past the first-level cache.
@@ -69,11 +102,13 @@ __device__ __forceinline__ unsigned power_bf16(int exponent) {
 }
 
 // Bytes 0, 1 (kHigh: 2, 3) of a word of e4m3 codes as two bf16, each 2^-120 of its value: the exponent fields differ
-// only in their bias, and subnormal codes become subnormal numbers, which a later product restores exactly.
+// only in their bias, and subnormal codes become subnormal numbers, which a later product restores exactly. A byte
+// beside copies of its sign bit is shifted so that sign and code meet their places; the rest is masked.
 template <bool kHigh>
 __device__ __forceinline__ unsigned e4m3_as_bf16(unsigned word) {
-  const unsigned spread = __byte_perm(word, 0, kHigh ? 0x3424 : 0x1404);
-  return (spread & 0x80008000u) | ((spread >> 4) & 0x07f007f0u);
+  unsigned spread;  // bit 3 of a selector copies the byte's sign, which __byte_perm does not promise
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(word), "n"(kHigh ? 0xb3a2 : 0x9180));
+  return (spread << 4) & 0x87f087f0u;
 }
 constexpr int kE4m3Shift = 120;
 

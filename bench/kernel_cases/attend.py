@@ -1,0 +1,357 @@
+"""Cases of the kernels that read the cache: index_scores, index_topk, sparse_attention, sparse_prefill."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_cases import in_tree
+from kernel_cases.base import Case, Timer, sets_for
+from sglang_dsv4.formats import hadamard, index_codec, main_codec
+from sglang_dsv4.geometry import (
+    CSA_RATIO,
+    GROUP_ROWS,
+    HEAD_DIM,
+    INDEX_DIM,
+    INDEX_FP4,
+    INDEX_FP8,
+    MAIN_FP8,
+    NOPE_DIM,
+    ROPE_DIM,
+    WINDOW,
+    RowLayout,
+)
+from sglang_dsv4.ops import flash_mla
+from sglang_dsv4.ops.index_scores import index_scores_cuda
+from sglang_dsv4.ops.index_topk import index_topk_cuda
+from sglang_dsv4.ops.meta import StepMeta
+from sglang_dsv4.ops.sparse_attention import sparse_attention_cuda
+from sglang_dsv4.ops.sparse_prefill import sparse_prefill_cuda
+
+INDEX_HEADS = 64
+SCALE = HEAD_DIM**-0.5
+CONTEXTS = {"4K": 4096, "32K": 32768, "128K": 131072, "1M": 1 << 20}
+BATCHES = (1, 16, 64, 256)
+GEOMETRY = {"Flash": (64, 512), "Pro": (128, 1024)}  # heads, entries that CSA selects
+PAGE = 128
+IN_TREE_GROUP = 256  # rows of the in-tree window page
+
+
+def step(batch: int, context: int, device: torch.device, tokens: int = 1) -> StepMeta:
+    """Requests of one length, their pages in random order over a pool of just as many."""
+    pages = -(-context // PAGE)
+    table = torch.randperm(batch * pages, device=device).int().view(batch, pages)
+    rows = torch.arange(batch, device=device, dtype=torch.int32)
+    empty = torch.zeros(batch, 0, dtype=torch.int32, device=device)
+    return StepMeta(
+        req_rows=rows,
+        slots=rows,
+        prefix_lens=torch.full_like(rows, context - tokens),
+        seq_lens=torch.full_like(rows, context),
+        token_offsets=torch.arange(batch + 1, device=device, dtype=torch.int32) * tokens,
+        token_to_req=rows.repeat_interleave(tokens),
+        positions=(torch.arange(tokens, device=device) + context - tokens).repeat(batch),
+        page_table=table,
+        snapshot_slots=empty,
+        snapshot_lens=empty,
+        page_size=PAGE,
+    )
+
+
+def key_pool(layout: RowLayout, groups: int, device: torch.device) -> Tensor:
+    """Indexer keys of random codes with scales as keys have them."""
+    pool = torch.randint(0, 256, (groups, layout.group_bytes), dtype=torch.uint8, device=device)
+    start = GROUP_ROWS * layout.data_bytes
+    if layout is INDEX_FP4:
+        pool[:, start:] = torch.randint(118, 123, (groups, 4 * GROUP_ROWS), device=device).byte()
+    else:
+        pool[:, :start] &= 0xF7  # no NaN
+        pool[:, start:] = torch.rand(groups, GROUP_ROWS, device=device).view(torch.uint8)
+    return pool
+
+
+def row_pool(groups: int, device: torch.device) -> Tensor:
+    """Packed main rows of random numbers."""
+    pool = torch.randint(0, 256, (groups, MAIN_FP8.group_bytes), dtype=torch.uint8, device=device)
+    data = pool[:, : GROUP_ROWS * MAIN_FP8.data_bytes].view(groups, GROUP_ROWS, MAIN_FP8.data_bytes)
+    data[..., :NOPE_DIM] &= 0xF7
+    data[..., NOPE_DIM:] = torch.randn(groups, GROUP_ROWS, ROPE_DIM, device=device).bfloat16().view(torch.uint8)
+    scales = pool[:, GROUP_ROWS * MAIN_FP8.data_bytes :]
+    scales[:] = torch.randint(118, 121, scales.shape, device=device).byte()
+    return pool
+
+
+def importable(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        print(f"{name} is no rival here: {str(error).splitlines()[0] if str(error) else error!r}", flush=True)
+        return None
+
+
+def fastest(rivals: dict[str, Callable[[int], object]], sets: int) -> tuple[str | None, Any]:
+    """Name and launcher of the fastest rival that runs here; prints all."""
+    best: tuple[float, str | None, Any] = (float("inf"), None, None)
+    for name, run in rivals.items():
+        try:
+            us = Timer(run, sets).median_us()
+        except Exception as error:
+            print(f"  rival {name} failed: {str(error).splitlines()[0][:120]}", flush=True)
+            continue
+        print(f"  rival {name}: {us:.2f} us", flush=True)
+        best = min(best, (us, name, run), key=lambda b: b[0])
+    return best[1], best[2]
+
+
+# index_scores
+
+
+def score_cases(device: torch.device) -> Iterator[Case]:
+    deep_gemm = importable("deep_gemm")
+    shapes = [(b, c) for b in BATCHES for c in ("4K", "32K", "128K")] + [(1, "1M"), (16, "1M")]
+    for layout in (INDEX_FP4, INDEX_FP8):
+        for batch, name in shapes:
+            if batch == 256 and name == "128K":
+                continue
+            yield _scores(layout, batch, name, device, deep_gemm)
+    yield _prefill_scores(device)
+
+
+def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep_gemm: Any) -> Case:
+    context = CONTEXTS[name]
+    entries, codec = context // CSA_RATIO, index_codec(layout)
+    num_bytes = batch * (entries * (layout.row_bytes + 4) + INDEX_HEADS * (INDEX_DIM + 1) * 4)
+    sets = min(8, sets_for(num_bytes)) if batch * entries > 1 << 18 else sets_for(num_bytes)
+    sets = min(sets, 64)
+    metas = [step(batch, context, device) for _ in range(sets)]
+    pools = [key_pool(layout, -(-batch * entries // GROUP_ROWS), device) for _ in range(sets)]
+    q = [codec.round_trip(hadamard(torch.randn(batch, INDEX_HEADS, INDEX_DIM, device=device))) for _ in range(sets)]
+    weights = [torch.randn(batch, INDEX_HEADS, device=device) for _ in range(sets)]
+
+    def run(i: int) -> Tensor:
+        return index_scores_cuda(q[i], weights[i], pools[i], metas[i], codec=codec, max_entries=entries)
+
+    rival = rival_run = None
+    if deep_gemm is not None:
+        # The in-tree scoring: FP8 keys in blocks of 64 rows. On MXFP4 keys it is given as many FP8 ones.
+        fp8 = pools if layout is INDEX_FP8 else [key_pool(INDEX_FP8, p.shape[0], device) for p in pools]
+        caches = [p.view(p.shape[0], GROUP_ROWS, 1, INDEX_FP8.row_bytes) for p in fp8]
+        blocks = -(-entries // GROUP_ROWS)
+        tables = [torch.randperm(batch * blocks, device=device).int().view(batch, blocks) for _ in range(sets)]
+        q8 = [x.to(torch.float8_e4m3fn).view(batch, 1, INDEX_HEADS, INDEX_DIM) for x in q]
+        lens = torch.full((batch, 1), entries, dtype=torch.int32, device=device)
+        plan = deep_gemm.get_paged_mqa_logits_metadata(lens, GROUP_ROWS, deep_gemm.get_num_sms())
+        rival = "deep_gemm.fp8_paged_mqa_logits"
+
+        def rival_run(i: int) -> Tensor:
+            return deep_gemm.fp8_paged_mqa_logits(q8[i], caches[i], weights[i], lens, tables[i], plan, entries, False)
+
+    flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
+    shape = f"{layout.name} batch {batch} at {name}"
+    return Case("index_scores", shape, num_bytes, run, sets, flops, rival, rival_run)
+
+
+def _prefill_scores(device: torch.device) -> Case:
+    tokens, context = 8192, CONTEXTS["32K"]
+    entries, codec = context // CSA_RATIO, index_codec(INDEX_FP4)
+    meta, pool = step(1, context, device, tokens), key_pool(INDEX_FP4, entries // GROUP_ROWS, device)
+    q = codec.round_trip(hadamard(torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=device))).bfloat16()
+    weights = torch.randn(tokens, INDEX_HEADS, device=device)
+    pairs = sum((p + 1) // CSA_RATIO for p in range(context - tokens, context))
+
+    def run(_: int) -> Tensor:
+        return index_scores_cuda(q, weights, pool, meta, codec=codec, max_entries=entries)
+
+    num_bytes = 4 * pairs + q.numel() * 2 + pool.numel()
+    return Case("index_scores", "mxfp4 chunk of 8192 at 32K", num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
+
+
+# index_topk
+
+
+def topk_cases(device: torch.device) -> Iterator[Case]:
+    in_tree.load()
+    topk_module = importable("sglang.kernels.ops.attention.dsv4.topk")
+    flashinfer = importable("flashinfer")
+    shapes = [(b, c) for b in BATCHES for c in ("4K", "32K", "128K")] + [(1, "1M"), (16, "1M"), (64, "1M")]
+    for topk in (512, 1024):
+        for batch, name in shapes:
+            if CONTEXTS[name] // CSA_RATIO > topk and (topk == 512 or name == "32K"):
+                yield _topk(topk, batch, name, device, topk_module, flashinfer)
+
+
+def _topk(topk: int, batch: int, name: str, device: torch.device, topk_module: Any, flashinfer: Any) -> Case:
+    width = CONTEXTS[name] // CSA_RATIO
+    num_bytes = batch * 4 * (width + topk)
+    sets = min(sets_for(num_bytes), 32)
+    meta = step(batch, CONTEXTS[name], device)
+    scores = [torch.randn(batch, width, device=device) for _ in range(sets)]
+    lens = torch.full((batch,), width, dtype=torch.int32, device=device)
+    per_page = PAGE // CSA_RATIO
+    out = torch.empty(batch, topk, dtype=torch.int32, device=device)
+    rivals: dict[str, Callable[[int], object]] = {
+        "torch.topk": lambda i: torch.topk(scores[i], topk, dim=1, sorted=False)
+    }
+    if topk_module is not None:
+        if topk == 512:
+            rivals["in-tree top-k v1"] = lambda i: topk_module.topk_transform_paged(
+                scores[i], lens, meta.page_table, out, per_page
+            )
+        try:
+            plan = topk_module.plan_topk_v2(lens)
+        except Exception as error:
+            print(f"  in-tree top-k v2 failed: {str(error).splitlines()[0][:120]}", flush=True)
+        else:
+            rivals["in-tree top-k v2"] = lambda i: topk_module.topk_transform_paged_v2(
+                scores[i], lens, meta.page_table, out, per_page, plan
+            )
+    if flashinfer is not None:
+        rivals["flashinfer.top_k_page_table_transform"] = lambda i: flashinfer.top_k_page_table_transform(
+            scores[i], meta.page_table, lens, topk, page_size=per_page, out=out, dsa_graph_safe=True
+        )
+    print(f"index_topk k {topk} batch {batch} at {name}", flush=True)
+    rival, rival_run = fastest(rivals, sets)
+
+    def run(i: int) -> Tensor:
+        return index_topk_cuda(scores[i], meta, topk=topk, physical=True)
+
+    return Case("index_topk", f"k {topk} batch {batch} at {name}", num_bytes, run, sets, 0, rival, rival_run)
+
+
+# sparse_attention
+
+
+def attention_cases(device: torch.device) -> Iterator[Case]:
+    """CSA of both models; HCA (all entries of a context) of Flash. The default kernel, then our own."""
+    shapes = [(f"{model} CSA", heads, k, b) for model, (heads, k) in GEOMETRY.items() for b in BATCHES]
+    shapes += [(f"Flash HCA at {c}", 64, CONTEXTS[c] // 128, b) for c in ("32K", "128K") for b in (16, 64)]
+    shapes += [("Flash HCA at 1M", 64, CONTEXTS["1M"] // 128, b) for b in (1, 16)]
+    shapes += [("Flash window", 64, 0, 64), ("Flash CSA, 8 heads", 8, 512, 64)]
+    for name, heads, width, batch in shapes:
+        yield from _attention(name, heads, width, batch, device)
+
+
+class _Decode:
+    """Rotated inputs of one decode shape."""
+
+    def __init__(self, heads: int, width: int, batch: int, sets: int, device: torch.device) -> None:
+        rows = min(max(2 * batch * max(width, GROUP_ROWS), 1 << 16), 1 << 20)
+        self.window = [row_pool(2 * (batch + 2), device) for _ in range(sets)]
+        slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)[:, None] * WINDOW
+        self.window_rows = slots + torch.arange(WINDOW, device=device, dtype=torch.int32)
+        self.entries = [row_pool(rows // GROUP_ROWS, device) if width else None for _ in range(sets)]
+        self.entry_rows = [
+            torch.randint(0, rows, (batch, width), device=device).int() if width else None for _ in range(sets)
+        ]
+        self.q = [torch.randn(batch, heads, HEAD_DIM, device=device).bfloat16() for _ in range(sets)]
+        self.sink = torch.randn(heads, device=device)
+        self.rope = torch.randn(4096, ROPE_DIM, device=device)
+        self.positions = torch.randint(0, 4096, (batch,), device=device)
+
+    def run(self, i: int, kernel: str) -> Tensor:
+        return sparse_attention_cuda(
+            self.q[i], self.window[i], self.window_rows, self.entries[i], self.entry_rows[i], self.sink, self.rope,
+            self.positions, scale=SCALE, codec=main_codec(MAIN_FP8), kernel=kernel,
+        )  # fmt: skip
+
+
+def _attention(name: str, heads: int, width: int, batch: int, device: torch.device) -> Iterator[Case]:
+    num_bytes = batch * ((WINDOW + width) * MAIN_FP8.row_bytes + 4 * heads * HEAD_DIM)
+    sets = min(sets_for(num_bytes), 8)
+    x = _Decode(heads, width, batch, sets, device)
+    flops = 4 * batch * heads * (WINDOW + width) * HEAD_DIM
+    rival = rival_run = None
+    if flash_mla.serves(heads, "90a"):
+        rival, rival_run = "in-tree FlashMLA call, not de-rotated", _in_tree_attention(x, width, batch, device)
+    shape = f"{name} batch {batch}"
+    for kernel in ("auto", "hopper", "portable"):
+        if kernel != "portable" or batch in (1, 64):
+            label = shape if kernel == "auto" else f"{shape}, {kernel}"
+            yield Case(
+                "sparse_attention", label, num_bytes, lambda i, k=kernel: x.run(i, k), sets, flops, rival, rival_run
+            )
+
+
+def _in_tree_attention(x: _Decode, width: int, batch: int, device: torch.device) -> Callable[[int], object]:
+    """FlashMLA as the in-tree backend calls it: pages of 256 window rows, lengths, one schedule for all layers."""
+    row = MAIN_FP8.row_bytes
+    stride = -(-IN_TREE_GROUP * row // MAIN_FP8.align) * MAIN_FP8.align
+    pages = batch + 1
+    window = row_pool(-(-pages * stride // MAIN_FP8.group_bytes) + 1, device).flatten()
+    # Any bytes do for timing; NaN would not: the pool has none.
+    cache = window.as_strided((pages, IN_TREE_GROUP, 1, row), (stride, row, row, 1))
+    starts = torch.arange(batch, device=device, dtype=torch.int32)[:, None] * IN_TREE_GROUP
+    indices = (starts + torch.arange(WINDOW, device=device, dtype=torch.int32)).unsqueeze(1)
+    lens = torch.full((batch,), WINDOW, dtype=torch.int32, device=device)
+    extra_lens = torch.full((batch,), max(width, 1), dtype=torch.int32, device=device)
+    module = flash_mla.module()
+    schedule = module.get_mla_metadata()[0]
+
+    def run(i: int) -> object:
+        extra: dict[str, Any] = {}
+        if width:
+            extra = {
+                "extra_k_cache": flash_mla._cache(x.entries[i]),
+                "extra_indices_in_kvcache": x.entry_rows[i].unsqueeze(1),
+                "extra_topk_length": extra_lens,
+            }
+        return module.flash_mla_with_kvcache(
+            q=x.q[i].unsqueeze(1), k_cache=cache, block_table=None, cache_seqlens=None, head_dim_v=HEAD_DIM,
+            tile_scheduler_metadata=schedule, softmax_scale=SCALE, is_fp8_kvcache=True, indices=indices,
+            attn_sink=x.sink, topk_length=lens, use_legacy=True, **extra,
+        )  # fmt: skip
+
+    run(0)
+    return run
+
+
+# sparse_prefill
+
+
+def prefill_cases(device: torch.device) -> Iterator[Case]:
+    """A chunk at 32K: 8,192 queries over 128 window rows and the selected entries."""
+    for model, (heads, width) in GEOMETRY.items():
+        yield from _prefill(model, heads, WINDOW + width, device)
+
+
+def _prefill(model: str, heads: int, width: int, device: torch.device) -> Iterator[Case]:
+    tokens, entries = 8192, CONTEXTS["32K"] // CSA_RATIO
+    rows = WINDOW + tokens + entries
+    workspace = torch.randn(rows, HEAD_DIM, device=device).bfloat16()
+    window = torch.arange(tokens, device=device)[:, None] + torch.arange(1, WINDOW + 1, device=device)
+    picked = torch.rand(tokens, entries, device=device).topk(width - WINDOW, dim=1).indices + WINDOW + tokens
+    indices = torch.cat([window, picked], dim=1).int()
+    q = torch.randn(tokens, heads, HEAD_DIM, device=device).bfloat16()
+    sink, rope = torch.randn(heads, device=device), torch.randn(CONTEXTS["32K"], ROPE_DIM, device=device)
+    positions = torch.arange(tokens, device=device) + CONTEXTS["32K"] - tokens
+    flops = 4 * tokens * heads * width * HEAD_DIM
+    num_bytes = 2 * q.numel() * 2 + indices.numel() * 4 + workspace.numel() * 2
+    rival = rival_run = None
+    if flash_mla.serves(heads, "90a"):
+        module, lens = flash_mla.module(), torch.full((tokens,), width, dtype=torch.int32, device=device)
+        rival = "in-tree FlashMLA sparse prefill, not de-rotated"
+
+        def rival_run(_: int) -> object:
+            return module.flash_mla_sparse_fwd(
+                q, workspace.unsqueeze(1), indices.unsqueeze(1), SCALE, HEAD_DIM, sink, lens, use_legacy=True,
+                return_log2_lse=True,
+            )  # fmt: skip
+
+    for kernel in ("auto", "hopper"):
+
+        def run(_: int, kernel: str = kernel) -> Tensor:
+            return sparse_prefill_cuda(q, workspace, indices, sink, rope, positions, scale=SCALE, kernel=kernel)
+
+        label = f"{model} chunk of 8192 at 32K" + ("" if kernel == "auto" else f", {kernel}")
+        yield Case("sparse_prefill", label, num_bytes, run, 1, flops, rival, rival_run)
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    yield from score_cases(device)
+    yield from topk_cases(device)
+    yield from attention_cases(device)
+    yield from prefill_cases(device)

@@ -1,0 +1,258 @@
+"""index_scores and index_topk on a GPU against their torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_steps import Guarded, Plan, entry_groups, make_step, values
+from torch import Tensor
+
+from sglang_dsv4.formats import hadamard, index_codec
+from sglang_dsv4.geometry import CSA_RATIO, GROUP_ROWS, INDEX_DIM, INDEX_FP4, INDEX_FP8
+from sglang_dsv4.ops.index_scores import index_scores_cuda
+from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
+
+HEADS = 64
+LAYOUTS = [INDEX_FP4, INDEX_FP8]
+POISON = 2**30
+
+PLANS = {
+    "no entry yet": Plan([(0, 1), (0, 2), (2, 1)]),
+    "first entries": Plan([(n - 1, 1) for n in (4, 5, 8, 252, 256, 257, 260)], seed=1),
+    "mixed lengths, padded": Plan([(2999, 1), (3, 1), (9000, 1), (640, 1)], pad_requests=2, pad_tokens=2, seed=2),
+    "several tokens a request": Plan([(1300, 5), (0, 3), (77, 6)], seed=3),
+    "prefill": Plan([(0, 300), (1000, 77), (5, 1)], seed=4),
+    "prefill, padded, page of 256": Plan([(0, 0), (511, 260), (4000, 64)], pad_requests=1, pad_tokens=5, page=256),
+    "batch of 512": Plan([(37 * i % 900, 1) for i in range(512)], seed=6),
+    "long": Plan([(100_000, 1)], seed=7),
+}
+
+
+class Scored:
+    """A step's queries, weights and keys, and its scores in float64."""
+
+    def __init__(self, plan: Plan, layout, device, *, heads: int = HEADS, dtype=torch.float32, spread: float = 3.0):
+        self.codec = index_codec(layout)
+        self.meta, numbers = make_step(plan, device)
+        guard = self.guard = Guarded(device)
+        groups = entry_groups(numbers, CSA_RATIO, self.meta.page_size)
+        self.keys = guard.poison((groups, layout.group_bytes), torch.uint8)
+        tokens = self.meta.num_tokens
+        self.visible = self.meta.visible_entries(CSA_RATIO)
+        self.width = max(1, int(self.visible.max()))
+        # Only entries that some token sees are written; the others stay NaN.
+        requests = self.meta.num_requests
+        ids = torch.arange(self.width, device=device).expand(requests, -1)
+        seen = ids < (self.meta.seq_lens[:, None] // CSA_RATIO)
+        owner = torch.arange(requests, device=device)[:, None].expand_as(ids)
+        rows = self.meta.entry_rows(owner, torch.where(seen, ids, -torch.ones_like(ids)), CSA_RATIO)
+        raw = hadamard(values((requests * self.width, INDEX_DIM), device, 1, spread))
+        self.codec.scatter(self.keys, rows.flatten(), raw)
+        decoded = self.codec.gather(self.keys, rows.flatten()).view(requests, self.width, INDEX_DIM).double()
+        q = self.codec.round_trip(hadamard(values((tokens, heads, INDEX_DIM), device, 2)))
+        self.q = guard.copy(q.to(dtype))
+        self.weights = guard.copy(values((tokens, heads), device, 3))
+        self.want = torch.full((tokens, self.width), float("-inf"), dtype=torch.float64, device=device)
+        self.magnitude = torch.zeros_like(self.want)
+        for token in range(tokens):
+            request, count = int(self.meta.token_to_req[token]), int(self.visible[token])
+            if count:
+                key, query, weight = decoded[request, :count], self.q[token].double(), self.weights[token].double()
+                self.want[token, :count] = ((key @ query.T).relu() * weight).sum(1)
+                self.magnitude[token, :count] = ((key.abs() @ query.abs().T) * weight.abs()).sum(1)
+
+    def run(self, **options) -> Tensor:
+        return index_scores_cuda(
+            self.q, self.weights, self.keys, self.meta, codec=self.codec, max_entries=self.width, **options
+        )
+
+    def check(self, got: Tensor, tolerance: float) -> None:
+        seen = torch.arange(self.width, device=got.device) < self.visible[:, None]
+        error = (got.double() - self.want).abs()[seen]
+        assert (error <= tolerance * self.magnitude[seen]).all(), float((error / self.magnitude[seen]).max())
+        self.guard.check()
+
+
+# Relative to the sum of all products' magnitudes: e4m3 products on Hopper's tensor cores, bf16 ones in float32.
+TOLERANCE = {False: 2.0**-11, True: 2.0**-18}
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", PLANS)
+def test_scores_are_the_references(device, name, layout, portable):
+    scored = Scored(PLANS[name], layout, device)
+    scored.check(scored.run(portable=portable), TOLERANCE[portable])
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("heads", [1, 8, 32])
+def test_scores_of_fewer_heads(device, heads, portable):
+    for plan in (PLANS["mixed lengths, padded"], PLANS["prefill"]):
+        scored = Scored(plan, INDEX_FP4, device, heads=heads)
+        scored.check(scored.run(portable=portable), TOLERANCE[portable])
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_scores_of_bf16_queries(device, portable):
+    scored = Scored(PLANS["several tokens a request"], INDEX_FP4, device, dtype=torch.bfloat16)
+    scored.check(scored.run(portable=portable), TOLERANCE[portable])
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_scores_of_keys_whose_scales_lie_far_apart(device, portable):
+    """A block of channels 2^20 below its neighbours: rounded on Hopper, never wrong by more than the tolerance."""
+    scored = Scored(PLANS["first entries"], INDEX_FP4, device)
+    view = scored.keys[:, GROUP_ROWS * 64 : GROUP_ROWS * 68].view(-1, GROUP_ROWS, 4)
+    factors = torch.tensor([0, 3, 11, 20], device=device, dtype=torch.uint8)
+    written = view != 255
+    lowered = torch.where(written, (view - factors).clamp(min=1), view)
+    view.copy_(lowered)
+    reference = scored.codec
+    for token in range(scored.meta.num_tokens):
+        count, request = int(scored.visible[token]), scored.meta.token_to_req[token].long()
+        ids = torch.arange(count, device=device)
+        rows = scored.meta.entry_rows(request.expand(count), ids, CSA_RATIO)
+        key, query = reference.gather(scored.keys, rows).double(), scored.q[token].double()
+        weight = scored.weights[token].double()
+        scored.want[token, :count] = ((key @ query.T).relu() * weight).sum(1)
+        scored.magnitude[token, :count] = ((key.abs() @ query.abs().T) * weight.abs()).sum(1)
+    scored.check(scored.run(portable=portable), TOLERANCE[portable])
+
+
+def test_scores_do_not_depend_on_what_stands_beside_a_query(device):
+    """The same request alone and in a batch: equal bits, as every key is summed in one order."""
+    alone = Scored(Plan([(5000, 1)], seed=11), INDEX_FP4, device)
+    again = alone.run()
+    meta = alone.meta
+    doubled = type(meta)(
+        **{
+            f: torch.cat([v, v]) if f != "token_offsets" else torch.tensor([0, 1, 2], dtype=v.dtype, device=device)
+            for f, v in vars(meta).items()
+            if isinstance(v, Tensor)
+        }
+        | {"page_size": meta.page_size}
+    )
+    doubled.token_to_req[1] = 1
+    both = index_scores_cuda(
+        torch.cat([alone.q, alone.q]),
+        torch.cat([alone.weights, alone.weights]),
+        alone.keys,
+        doubled,
+        codec=alone.codec,
+        max_entries=alone.width,
+    )
+    assert torch.equal(both[0], again[0]) and torch.equal(both[1], again[0])
+
+
+# Top-k
+
+
+def topk_meta(visible: list[int], device, page: int = 128):
+    """One query a request; request i sees visible[i] entries."""
+    return make_step(Plan([(max(4 * n - 1, 0), 1) for n in visible], page=page, seed=len(visible)), device)[0]
+
+
+def run_topk(scores: Tensor, meta, topk: int, physical: bool, **options) -> Tensor:
+    got = index_topk_cuda(scores, meta, topk=topk, physical=physical, **options)
+    want = index_topk(scores, meta, topk=topk, physical=physical)
+    assert got.dtype == torch.int32 and torch.equal(got, want)
+    return got
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("topk", [512, 1024])
+@pytest.mark.parametrize("physical", [False, True])
+def test_topk_sets_around_k(device, topk, physical, keep):
+    """vl#50576: widths around k and 2 k, and everything behind a row's visible entries is NaN."""
+    visible = [1, 2, 3, topk - 1, topk, topk + 1, 2 * topk - 1, 2 * topk, 2 * topk + 1, 5000, 8191, 8192]
+    meta = topk_meta(visible, device)
+    scores = values((len(visible), 8192), device, 5)
+    scores[torch.arange(8192, device=device) >= meta.visible_entries(CSA_RATIO)[:, None]] = float("nan")
+    run_topk(scores, meta, topk, physical, keep_rows=keep)
+
+
+@pytest.mark.parametrize("width", [16384, 32768, 65536, 100_003, 262_144])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_topk_of_long_rows(device, width, rows):
+    visible = [width - 17 * i % (width // 2) for i in range(rows)]
+    meta = topk_meta(visible, device)
+    scores = values((rows, width), device, width)
+    for topk in (512, 1024):
+        run_topk(scores, meta, topk, True)
+    run_topk(scores, meta, 512, False, keep_rows=False)
+
+
+def test_topk_of_short_rows_in_a_wide_buffer(device):
+    """The width of a captured graph is its longest context."""
+    meta = topk_meta([600, 20_000, 0, 131_072, 16_385, 16_384], device)
+    run_topk(values((6, 262_144), device, 8), meta, 512, True)
+
+
+@pytest.mark.parametrize("width", [3000, 40_000, 262_144])
+def test_topk_gives_ties_to_the_lower_id(device, width):
+    meta = topk_meta([width] * 5, device)
+    scores = torch.zeros(5, width, device=device)
+    scores[1] = torch.randint(0, 3, (width,), device=device).float()
+    scores[2] = (torch.arange(width, device=device) % 700).float()
+    scores[3, ::2] = -0.0  # equals zero
+    scores[4] = torch.randn(width, device=device).bfloat16().float()
+    for topk in (512, 1024):
+        run_topk(scores, meta, topk, False)
+        run_topk(scores, meta, topk, False, keep_rows=False)
+
+
+def test_topk_of_infinities_and_tiny_ranges(device):
+    width = 6000
+    meta = topk_meta([width] * 4, device)
+    scores = values((4, width), device, 9)
+    scores[0, 100] = float("inf")
+    scores[1, 4000:] = float("-inf")
+    scores[2] = 1.0 + torch.randint(0, 4, (width,), device=device) * 2.0**-23
+    scores[3] *= 1e38
+    run_topk(scores, meta, 512, False)
+
+
+def test_topk_of_a_prefill(device):
+    meta, _ = make_step(Plan([(3000, 700), (9, 20)], pad_requests=1, pad_tokens=3, seed=3), device)
+    width = int(meta.visible_entries(CSA_RATIO).max())
+    scores = values((meta.num_tokens, width), device, 4)
+    for physical in (False, True):
+        run_topk(scores, meta, 512, physical)
+    unaligned = values((meta.num_tokens, width + 1), device, 4)[:, 1:]
+    run_topk(unaligned, meta, 512, False)
+
+
+def test_topk_writes_every_slot(device):
+    """tonyd2wild#2: a reused buffer must not show through."""
+    meta = topk_meta([3, 0, 700], device)
+    scores = values((3, 700), device, 5)
+    stale = torch.full((3, 512), POISON, dtype=torch.int32, device=device)
+    del stale
+    got = run_topk(scores, meta, 512, False)
+    assert (got[0, 3:] == -1).all() and (got[1] == -1).all() and int(got.max()) < 700
+
+
+def test_select_in_a_captured_graph_equals_eager(device):
+    """Scores and top-k of a decode batch, captured once and replayed for requests in other phases."""
+    plans = [Plan([((311 * i + 97 * step) % 4000, 1) for i in range(8)], seed=9) for step in range(300)]
+    longest = Plan([(4000, 1)] * 8, seed=9)
+    held = Scored(longest, INDEX_FP4, device)
+    meta = held.meta
+
+    def select() -> Tensor:
+        scores = index_scores_cuda(held.q, held.weights, held.keys, meta, codec=held.codec, max_entries=1000 + 24)
+        return index_topk_cuda(scores, meta, topk=512, physical=True)
+
+    select()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = select()
+    for plan in plans:
+        positions = torch.tensor([p for p, _ in plan.requests], device=device)
+        meta.positions.copy_(positions)
+        meta.seq_lens.copy_(positions + 1)
+        out.fill_(POISON)
+        graph.replay()
+        assert torch.equal(out, select())
