@@ -28,26 +28,10 @@ constexpr int kChannels = kHeadDim / kSlices;
 constexpr int kLanes = kChannels / 4;            // threads that share a row
 constexpr int kRowGroups = kThreads / kLanes;    // rows in flight side by side
 constexpr int kThreadRows = kHcaRatio / kRowGroups;
-constexpr int kBatch = kSlices > 1 ? 8 : 4;      // rows that a thread holds in registers at a time
+constexpr int kBatch = kSlices > 1 ? 8 : 4;     // rows that a thread loads before it uses the first
 constexpr int kRequestUnits = 32;                // at most; more would wait for a second wave at large batches
 constexpr int kRatioShift = 7;
 static_assert(kThreadRows % kBatch == 0 && kChannels <= kThreads && kThreads >= kHcaRatio);
-
-// Rows of the second batch, which are on their way while the first is pooled. A thread reads back what it asked for
-// itself, so no barrier is needed. Only for float rows spread over slices: other cases load batch after batch.
-template <typename T>
-constexpr bool kStaged = kSlices > 1 && sizeof(T) == sizeof(float) && kThreadRows == 2 * kBatch;
-
-struct Stage {
-  float4 c[kBatch][kThreads];
-  float4 z[kBatch][kThreads];
-};
-
-__device__ __forceinline__ void copy_async(float4* target, const void* source) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
-}
-__device__ __forceinline__ void wait_async() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 struct Shared {
   alignas(16) float max[kRowGroups][kChannels];
@@ -57,8 +41,6 @@ struct Shared {
   float slice_squares;
   float amax[kChannels / 32];
   int found;
-  int found_request;
-  int found_block;
   int num_resumed;
   int resumed[kThreads];
   int offsets[kHcaRatio];
@@ -106,48 +88,31 @@ __device__ __forceinline__ void leave_slices() {
 
 // Pools the thread's rows of the block, kBatch at a time. kResumed: tail rows serve the offsets below `kept`.
 template <bool kResumed, typename T>
-__device__ __forceinline__ void pool_block(Stage* stage, const Input<T>& input, const float* tail, int kept,
-                                           int base_token, Pooled (&pooled)[4]) {
-  const int thread = threadIdx.x, group = thread / kLanes;
+__device__ __forceinline__ void pool_block(const Input<T>& input, const float* tail, int kept, int base_token,
+                                           Pooled (&pooled)[4]) {
+  const int group = threadIdx.x / kLanes;
+  const T* source = input.x + static_cast<int64_t>(base_token + group) * input.stride;
   const float* ape = input.ape + group * kHeadDim;
-  const auto from_step = [&](int row) { return !kResumed || row * kRowGroups + group >= kept; };
-  const auto in_step = [&](int row) {
-    return input.x + static_cast<int64_t>(base_token + group + row * kRowGroups) * input.stride;
-  };
-  const auto in_tail = [&](int row) { return tail + (row * kRowGroups + group) * 2 * kHeadDim; };
-
+  const int64_t step = kRowGroups * input.stride;
 #pragma unroll
   for (int batch = 0; batch < kThreadRows; batch += kBatch) {
     Row4 rows[kBatch];
-    if (kStaged<T> && batch > 0) {
-      wait_async();
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) rows[j] = {stage->c[j][thread], stage->z[j][thread]};
-    } else {
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (from_step(batch + j)) {
-          rows[j] = {stream4(in_step(batch + j)), stream4(in_step(batch + j) + kHeadDim)};
-        } else {
-          rows[j] = {load4(in_tail(batch + j)), load4(in_tail(batch + j) + kHeadDim)};
-        }
+    for (int j = 0; j < kBatch; ++j) {
+      const int offset = (batch + j) * kRowGroups + group;
+      if (!kResumed || offset >= kept) {
+        rows[j] = {load4(source), load4(source + kHeadDim)};
+      } else {
+        rows[j] = {load4(tail + offset * 2 * kHeadDim), load4(tail + offset * 2 * kHeadDim + kHeadDim)};
       }
-    }
-    if constexpr (kStaged<T>) {
-      if (batch == 0) {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const float* source = from_step(kBatch + j) ? in_step(kBatch + j) : in_tail(kBatch + j);
-          copy_async(&stage->c[j][thread], source);
-          copy_async(&stage->z[j][thread], source + kHeadDim);
-        }
-      }
+      source += step;
     }
     // Behind a fence for the compiler: registers are for rows under way, ape waits in a cache.
     asm volatile("" ::: "memory");
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (from_step(batch + j)) rows[j].z = add4(rows[j].z, load4(ape + (batch + j) * kRowGroups * kHeadDim));
+      const int offset = (batch + j) * kRowGroups + group;
+      if (!kResumed || offset >= kept) rows[j].z = add4(rows[j].z, load4(ape + (batch + j) * kRowGroups * kHeadDim));
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -162,7 +127,7 @@ __device__ __forceinline__ void pool_block(Stage* stage, const Input<T>& input, 
 
 // Pools one block and stores its entry. All threads of the unit call it.
 template <bool kResumed, typename T>
-__device__ __forceinline__ void make_entry(Shared& shared, Stage* stage, const Input<T>& input, const float* tail, int kept,
+__device__ __forceinline__ void make_entry(Shared& shared, const Input<T>& input, const float* tail, int kept,
                                            int base_token, int slice, int64_t start, int64_t row,
                                            const Compressor& weights, const RowPool<MainFp8>& entries) {
   const int thread = threadIdx.x;
@@ -176,7 +141,7 @@ __device__ __forceinline__ void make_entry(Shared& shared, Stage* stage, const I
   if (is_rope) turn = rotation(weights, start, (channel - kNopeDim) >> 1);
   {
     Pooled pooled[4];
-    pool_block<kResumed>(stage, input, tail, kept, base_token, pooled);
+    pool_block<kResumed>(input, tail, kept, base_token, pooled);
     const int group = thread / kLanes, lane_channel = 4 * (thread % kLanes);
     store4(&shared.max[group][lane_channel], make_float4(pooled[0].max, pooled[1].max, pooled[2].max, pooled[3].max));
     store4(&shared.sum[group][lane_channel], make_float4(pooled[0].sum, pooled[1].sum, pooled[2].sum, pooled[3].sum));
@@ -240,7 +205,7 @@ __device__ __forceinline__ bool resumes(const RequestSpan& span) {
 template <typename T>
 struct Step {
   Input<T> input;
-  Stage* stage;
+  const T* slice_x;  // at the slice's channels
   float* tail;  // at the thread's channels
   int64_t tail_stride;
   int64_t num_tail_rows;
@@ -279,7 +244,7 @@ __device__ __forceinline__ void resume_requests(Shared& shared, const StepMeta& 
       float* kept = step.tail + req_row * step.tail_stride;
       const int before = span.prefix / kHcaRatio, kept_rows = span.prefix % kHcaRatio;
       if (int64_t{kHcaRatio} * before >= weights.rope_positions) continue;
-      make_entry<true>(shared, step.stage, step.input, kept, kept_rows, span.first_token - kept_rows, slice, int64_t{kHcaRatio} * before,
+      make_entry<true>(shared, step.input, kept, kept_rows, span.first_token - kept_rows, slice, int64_t{kHcaRatio} * before,
                  meta.entry_row(request, before, kRatioShift), weights, step.entries);
       __syncthreads();  // other threads read the rows that are now overwritten, and the scratch of the entry
       for (int position = kHcaRatio * (span.end / kHcaRatio) + thread / kLanes; position < span.end;
@@ -299,6 +264,14 @@ template <typename T>
 __device__ __forceinline__ void take_tokens(Shared& shared, const StepMeta& meta, const Compressor& weights,
                                             const Step<T>& step, int slice, int first) {
   const int thread = threadIdx.x;
+  // Every token's row is loaded by this unit or a neighbour: ask for it before it is known by which.
+  constexpr int kLine = 128, kLines = kChannels * sizeof(T) / kLine > 0 ? kChannels * sizeof(T) / kLine : 1;
+  for (int i = thread; i < 2 * kLines * kHcaRatio; i += kThreads) {
+    const int token = first + i / (2 * kLines), part = i / kLines % 2, line = i % kLines;
+    if (token >= meta.num_tokens) break;
+    const T* row = step.slice_x + token * step.input.stride + part * kHeadDim;
+    prefetch_l2(reinterpret_cast<const char*>(row) + line * kLine);
+  }
   if (thread == 0) shared.found = -1;
   __syncthreads();
   // Which rows to keep is decided once per token; `resumed` carries the tail row, or -1 for none.
@@ -310,11 +283,7 @@ __device__ __forceinline__ void take_tokens(Shared& shared, const StepMeta& meta
       const RequestSpan span = request_span(meta, request);
       const int position = static_cast<int>(meta.positions[token]);
       // Two such blocks end at least 128 tokens apart, so 128 tokens hold at most one.
-      if ((position + 1) % kHcaRatio == 0 && position - (kHcaRatio - 1) >= span.prefix) {
-        shared.found = token;
-        shared.found_request = request;
-        shared.found_block = position / kHcaRatio;
-      }
+      if ((position + 1) % kHcaRatio == 0 && position - (kHcaRatio - 1) >= span.prefix) shared.found = token;
       shared.offsets[thread] = position % kHcaRatio;
       const bool pending = position >= kHcaRatio * (span.end / kHcaRatio) && position < span.end;
       if (pending && !resumes(span)) kept_row = meta.req_rows[request];
@@ -324,7 +293,7 @@ __device__ __forceinline__ void take_tokens(Shared& shared, const StepMeta& meta
   }
   __syncthreads();
   // All loads of a batch go out before its first store: the compiler may not move them across.
-  constexpr int kKept = kSlices > 1 ? 8 : 4;
+  constexpr int kKept = 4;
   for (int begin = thread / kLanes; begin < kHcaRatio; begin += kKept * kRowGroups) {
     Row4 rows[kKept];
     int kept_rows[kKept];
@@ -345,9 +314,10 @@ __device__ __forceinline__ void take_tokens(Shared& shared, const StepMeta& meta
   }
   const int found = shared.found;
   if (found < 0) return;
-  const int request = shared.found_request, block = shared.found_block;
+  const int request = meta.request_of(found);
+  const int block = static_cast<int>(meta.positions[found]) / kHcaRatio;
   if (int64_t{kHcaRatio} * block >= weights.rope_positions) return;
-  make_entry<false>(shared, step.stage, step.input, nullptr, 0, found - (kHcaRatio - 1), slice, int64_t{kHcaRatio} * block,
+  make_entry<false>(shared, step.input, nullptr, 0, found - (kHcaRatio - 1), slice, int64_t{kHcaRatio} * block,
              meta.entry_row(request, block, kRatioShift), weights, step.entries);
 }
 
@@ -357,14 +327,12 @@ __global__ void __launch_bounds__(kThreads, kSlices > 1 ? 4 : 1)
                      const __grid_constant__ Compressor weights, float* tail, const int64_t tail_stride,
                      const int64_t num_tail_rows, const RowPool<MainFp8> entries, const int request_units) {
   __shared__ Shared shared;
-  extern __shared__ float4 dynamic[];
-  Stage* stage = reinterpret_cast<Stage*>(dynamic);  // empty where rows are not staged
   grid_dependency_launch();
   grid_dependency_wait();
   const int unit = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
   const int channel = slice * kChannels + 4 * (threadIdx.x % kLanes);
   const Step<T> step = {{kv_score + channel, kv_stride, weights.ape + channel},
-                        stage, tail + channel, tail_stride, num_tail_rows, entries};
+                        kv_score + slice * kChannels, tail + channel, tail_stride, num_tail_rows, entries};
   if (unit < request_units) {
     resume_requests(shared, meta, weights, step, slice, unit, request_units);
   } else {
@@ -381,7 +349,6 @@ void launch_flush(const TensorView& kv_score, const Compressor& weights, const T
   shape.block = dim3(kThreads);
   shape.cluster = kSlices;
   shape.overlap = true;
-  shape.dynamic_smem = kStaged<T> ? sizeof(Stage) : 0;
   launch(kv_score, shape, flush_hca_kernel<T>, meta, data_of<const T>(kv_score), kv_score.stride(0), weights,
          data_of<float>(tail), tail.stride(0), tail.size(0), make_pool<MainFp8>(entries), request_units);
 }

@@ -1,6 +1,6 @@
 // Decodes what a prefill step attends to into dense rows; contract in sglang_dsv4/ops/gather.py.
 //
-// A warp takes kRows consecutive workspace rows. Lane l holds channels 8 l .. 8 l + 7 of both halves of a row, so
+// A warp takes a few consecutive workspace rows: two in a short step, where they are too few to fill the card, else four. Lane l holds channels 8 l .. 8 l + 7 of both halves of a row, so
 // that each of its two stores covers 512 contiguous bytes with the rest of the warp.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
@@ -12,7 +12,7 @@ namespace {
 using namespace dsv4;
 
 constexpr int kWarps = 8;
-constexpr int kRows = 4;
+constexpr int64_t kShortRows = 16000;  // measured: below it two rows a warp are faster, above it four
 constexpr int kHalf = kHeadDim / 2;
 constexpr int kNopeHalfLanes = (kNopeDim - kHalf) / 8;  // lanes whose second octet is e4m3
 
@@ -142,7 +142,7 @@ __device__ __forceinline__ Source source_of(const StepMeta& meta, const Plan& pl
   return {kStored, 0, entries.data(stored), entries.scale(stored)};
 }
 
-template <typename T>
+template <typename T, int kRows>
 __global__ void __launch_bounds__(kWarps * 32)
     gather_kernel(const __grid_constant__ StepMeta meta, const __grid_constant__ Plan plan,
                   __nv_bfloat16* __restrict__ workspace, const int64_t workspace_stride, const RowPool<MainFp8> window,
@@ -218,13 +218,15 @@ void gather(TensorView workspace, TensorView window, TensorView kv, TensorView e
   if (ratio == 0) entry_pool.num_rows = 0;  // the window stands in for the missing pool
   const int ratio_shift = ratio == kHcaRatio ? 7 : 2;
   LaunchShape shape;
-  constexpr int kCtaRows = kWarps * kRows;
-  shape.grid = dim3(static_cast<unsigned>((num_rows + kCtaRows - 1) / kCtaRows));
+  const int warp_rows = num_rows < kShortRows ? 2 : 4;
+  const int64_t cta_rows = kWarps * warp_rows;
+  shape.grid = dim3(static_cast<unsigned>((num_rows + cta_rows - 1) / cta_rows));
   shape.block = dim3(kWarps * 32);
   shape.overlap = true;
   const auto run = [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    launch(workspace, shape, gather_kernel<T>, meta, plan, data_of<__nv_bfloat16>(workspace), workspace.stride(0),
+    const auto kernel = warp_rows == 2 ? gather_kernel<T, 2> : gather_kernel<T, 4>;
+    launch(workspace, shape, kernel, meta, plan, data_of<__nv_bfloat16>(workspace), workspace.stride(0),
            make_pool<MainFp8>(window), data_of<const T>(kv), kv.stride(0), entry_pool, ratio_shift);
   };
   if (is_bf16(kv)) {

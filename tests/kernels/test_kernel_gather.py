@@ -22,6 +22,7 @@ PLANS = {
     "page of 256": Plan([(255, 2), (511, 1), (1024, 300)], page=256, seed=4),
     "many requests": Plan([(13 * i % 300, i % 5) for i in range(100)], seed=5),
     "prompt of 8192": Plan([(0, 8192)], seed=6),
+    "more rows than a short step": Plan([(30000, 77), (29001, 1), (20000, 640)], pad_tokens=3, seed=7),
 }
 
 

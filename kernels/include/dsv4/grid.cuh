@@ -19,4 +19,9 @@ __device__ __forceinline__ void grid_dependency_launch() {
 #endif
 }
 
+// Asks for a cache line that this or another thread block is about to load.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 }  // namespace dsv4
