@@ -40,7 +40,7 @@ ARCHITECTURES = {
     (12, 0): "120a",
     (12, 1): "121a",
 }
-_INSTALL = "install CUDA 12.8 or newer or `pip install sglang-dsv4[nvcc]`"
+_INSTALL = "install CUDA 12.8 or newer, or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`"
 _REFERENCE = "or set SGLANG_DSV4_REFERENCE=1 to run the slow torch reference"
 
 
