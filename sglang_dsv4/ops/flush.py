@@ -69,8 +69,9 @@ def flush_csa(
     tail            float32 [rows, 4, 2, 2, 640]  by offset: [0] overlap half of even blocks, [1] normal half
     entries         uint8 [groups, group bytes], index_keys uint8 [groups, group bytes]; all written in place
 
-    The halves alternate between slot and request row by block parity, so no step overwrites what it reads and a
-    step run twice writes the same bytes; at a page boundary the last block is odd: the slot alone can resume.
+    The halves alternate between slot and request row by block parity: at a page boundary the last block is odd, so the
+    slot alone can resume, and a decode step of one token never overwrites what it reads: run twice it writes the same
+    bytes. A longer step may overwrite state that its first block read; it must not be repeated over its own result.
     """
     x = torch.cat([_halves(main_kv_score, main.ape, meta), _halves(index_kv_score, index.ape, meta)], dim=-1)
     token, position = _block_ends(meta, CSA_RATIO)
