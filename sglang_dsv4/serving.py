@@ -91,6 +91,9 @@ class Client:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self.timeout = timeout
         self._headers = {"Content-Type": "application/json"}
+        # The address is the user's own and often a loopback one: no proxy from the environment. One opener for all
+        # requests, because making one reads the machine's certificates.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
@@ -217,9 +220,7 @@ class Client:
     def _open(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
-        # The address is the user's own and often a loopback one: no proxy from the environment.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        response: http.client.HTTPResponse = opener.open(request, timeout=timeout)
+        response: http.client.HTTPResponse = self._opener.open(request, timeout=timeout)
         return response
 
     @contextlib.contextmanager
