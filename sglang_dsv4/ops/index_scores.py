@@ -80,10 +80,10 @@ def index_scores_cuda(
     check.codec("codec", codec, (INDEX_FP4, INDEX_FP8))
     fields = check.meta(meta)
     check.tensor("q", q, FLOATS, ("tokens", "heads", INDEX_DIM), strided=1, align=16)
-    check.tensor("weights", weights, torch.float32, ("tokens", "heads"), strided=1)
-    check.pool("index_keys", index_keys, codec.layout)
     if not 0 < q.shape[1] <= MAX_HEADS:
         raise check.fail("q", f"of {q.shape[1]} heads", f"of 1 to {MAX_HEADS} heads")
+    check.tensor("weights", weights, torch.float32, ("tokens", "heads"), strided=1)
+    check.pool("index_keys", index_keys, codec.layout)
     if not 0 < max_entries < 2**31 - 256:
         raise check.fail("max_entries", repr(max_entries), "a positive number of entries below 2^31 - 256")
     if index_keys.shape[0] == 0:
