@@ -10,6 +10,8 @@ PORT ?= 30000
 PYTHON ?=
 PIP_FLAGS ?=
 PYTEST_ARGS ?=
+# Two processes, a file each in its order: the files that start servers are the long ones, and come first.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(PY) -m pip --disable-pip-version-check install -qq $(PIP_FLAGS)
 
 # SGLang without a GPU: a stand-in for the CUDA-only sgl_kernel, importable by every process that SGLang spawns.
@@ -72,7 +74,7 @@ lint: $(VENV)/.package $(VENV)/.test
 	@$(PY) -m mypy
 
 test: lint
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache
