@@ -128,9 +128,18 @@ def register_models() -> None:
     """Enter the model class into SGLang's registry, in this process only; called where our parser runs."""
     from sglang.srt.models.registry import ModelRegistry
 
-    from sglang_dsv4.models.torch_host import DeepseekV4SlotForCausalLM
+    ModelRegistry.models[ARCHITECTURE] = host()
 
-    ModelRegistry.models[ARCHITECTURE] = DeepseekV4SlotForCausalLM
+
+def host() -> type:
+    """The model around the attention: SGLang's own on CUDA, the pure-torch one where SGLang serves on a CPU."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not torch.cuda.is_available():
+        from sglang_dsv4.models.torch_host import DeepseekV4SlotForCausalLM as TorchHost
+
+        return TorchHost
+    from sglang_dsv4.models.in_tree_host import DeepseekV4SlotForCausalLM as InTreeHost
+
+    return InTreeHost
 
 
 def serves_ours() -> bool:

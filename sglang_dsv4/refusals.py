@@ -26,6 +26,7 @@ TESTED_SGLANG = "0.5.23"
 ALLOW_UNTESTED = "SGLANG_DSV4_ALLOW_UNTESTED"
 ROWS = "SGLANG_DSV4_ROWS"
 INDEXER = "SGLANG_DSV4_INDEXER"
+REFERENCE = "SGLANG_DSV4_REFERENCE"
 
 DEFAULT_PAGE = 128  # tokens
 DEFAULT_RUNNING = 256  # requests; the in-tree model's default
@@ -274,13 +275,20 @@ def refuse_checkpoint(raw: Mapping[str, Any]) -> None:
     geometry_of(None, raw, env={})
 
 
-def check_host(device: str) -> None:
-    """Refuses a device for which there is no host of the model yet."""
-    if not device.startswith("cpu"):
+def check_cuda(args: Any, env: Mapping[str, str]) -> None:
+    """Refuses what the CUDA kernels do not store, and torch references inside CUDA graphs."""
+    rows, keys = store_format(args, env)
+    if env.get(REFERENCE, "") not in ("", "0"):
+        graphs = not _value(args, "disable_cuda_graph") and _value(args, "cuda_graph_backend_decode") != "disabled"
+        if graphs:
+            why = "the torch references choose rows on the host, which a graph cannot"
+            raise Refused(f"{REFERENCE}=1 with CUDA graphs", why, "add --disable-cuda-graph")
+        return
+    if (rows, keys) not in (("fp8", "fp4"), ("fp8", "fp8")):
         raise Refused(
-            f"serving on --device {device} is not supported yet",
-            "the model around the attention layer runs on a CPU only so far",
-            "use --device cpu, or serve with SGLang's own DeepSeek-V4 by dropping --model-config-parser",
+            f"rows {rows} with indexer keys {keys} on --device cuda",
+            "the kernels read FP8 rows and FP4 or FP8 keys",
+            f"unset {ROWS} and {INDEXER}, or set {REFERENCE}=1 for the slow torch reference",
         )
 
 

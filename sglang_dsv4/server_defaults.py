@@ -13,6 +13,7 @@ Both apply to servers started with ``--model-config-parser dsv4_slot`` only.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,18 @@ def _cuda_defaults(server_args: Any, cfg: Any) -> dict[str, Any]:
     return {}
 
 
+def _check_compiler() -> None:
+    """Raises Refused where the kernels could not be compiled; a device that they do not support is found later."""
+    from .ops import dispatch, jit
+
+    if dispatch.reference_forced():
+        return
+    try:
+        jit.require_tools()
+    except jit.KernelBuildError as error:
+        raise Refused(str(error)) from None
+
+
 def server_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
     """Model override for our architecture: judges the checkpoint, returns the fields SGLang lets a model set.
 
@@ -83,9 +96,10 @@ def server_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
     cfg = resolving_view(server_args)
     decision = refusals.decide(server_args, device=cfg.device)
     refusals.geometry_of(server_args, hf_config)
-    refusals.check_host(cfg.device)
     refusals.check_weights(hf_config, cfg.device)
     if cfg.device == "cuda":
+        refusals.check_cuda(server_args, os.environ)
+        _check_compiler()
         return {**decision.overrides, **_cuda_defaults(server_args, cfg)}
     return decision.overrides
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -48,40 +48,49 @@ def tiny_config() -> dict[str, Any]:
 class _Draw:
     """Random tensors in a fixed order from one seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, std: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=self.generator) * std
+        return torch.randn(shape, generator=self.generator, device=self.device) * std
 
     def uniform(self, *shape: int, low: float, high: float) -> Tensor:
-        return torch.rand(shape, generator=self.generator) * (high - low) + low
+        return torch.rand(shape, generator=self.generator, device=self.device) * (high - low) + low
 
     def linear(self, out_features: int, in_features: int, gain: float = 1.0) -> Tensor:
         return self.normal(out_features, in_features, std=gain * in_features**-0.5)
 
     def distinct(self, rows: int, chosen: int, count: int) -> Tensor:
         """int64 `[rows, chosen]`, each row different numbers below `count`."""
-        return torch.rand(rows, count, generator=self.generator).argsort(dim=-1)[:, :chosen].contiguous()
+        drawn = torch.rand(rows, count, generator=self.generator, device=self.device)
+        return drawn.argsort(dim=-1)[:, :chosen].contiguous()
 
 
-def make_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """float32 weights (int64 for `tid2eid`) of the backbone under the official names."""
-    draw = _Draw(seed)
+def draw_weights(config: Mapping[str, Any], seed: int = 0, device: str = "cpu") -> Iterator[dict[str, Tensor]]:
+    """float32 weights (int64 for `tid2eid`) under the official names, part by part: the embedding, each layer, the
+    head. A part may be dropped before the next is asked for; a device draws numbers of its own."""
+    draw = _Draw(seed, device)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    weights = {"embed.weight": draw.normal(vocab, hidden)}
+    yield {"embed.weight": draw.normal(vocab, hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"layers.{layer}"
-        weights |= _attention(draw, config, f"{prefix}.attn", config["compress_ratios"][layer])
+        weights = _attention(draw, config, f"{prefix}.attn", config["compress_ratios"][layer])
         weights |= _feed_forward(draw, config, f"{prefix}.ffn", layer < config["num_hash_layers"])
         for name in ("attn", "ffn"):
             weights[f"{prefix}.{name}_norm.weight"] = draw.uniform(hidden, low=0.7, high=1.3)
             weights |= _mixer(draw, config, f"{prefix}.hc_{name}", (2 + config["hc_mult"]) * config["hc_mult"], 3)
-    weights["norm.weight"] = draw.uniform(hidden, low=0.7, high=1.3)
+        yield weights
+    weights = {"norm.weight": draw.uniform(hidden, low=0.7, high=1.3)}
     head = draw.linear(vocab, hidden)
     head[: len(SPECIAL_TOKENS)] *= _QUIET
     weights["head.weight"] = head
-    return weights | _mixer(draw, config, "hc_head", config["hc_mult"], 1)
+    yield weights | _mixer(draw, config, "hc_head", config["hc_mult"], 1)
+
+
+def make_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """All of `draw_weights` at once."""
+    return {name: value for part in draw_weights(config, seed) for name, value in part.items()}
 
 
 def _mixer(draw: _Draw, config: Mapping[str, Any], name: str, outputs: int, parts: int) -> dict[str, Tensor]:

@@ -255,6 +255,20 @@ def test_quantised_weights_are_refused_on_a_cpu_only():
     refusals.check_weights(SimpleNamespace(), "cpu")
 
 
+@pytest.mark.parametrize(
+    "env", [{"SGLANG_DSV4_ROWS": "fp32"}, {"SGLANG_DSV4_INDEXER": "fp32"}], ids=["exact rows", "exact keys"]
+)
+def test_row_formats_without_kernels_are_refused_on_cuda_unless_the_reference_is_asked_for(env):
+    assert "the kernels read FP8 rows" in refusal(refusals.check_cuda, args(), env)
+    refusals.check_cuda(args(disable_cuda_graph=True), {**env, "SGLANG_DSV4_REFERENCE": "1"})
+
+
+def test_torch_references_are_refused_inside_cuda_graphs():
+    assert "--disable-cuda-graph" in refusal(refusals.check_cuda, args(), {"SGLANG_DSV4_REFERENCE": "1"})
+    refusals.check_cuda(args(cuda_graph_backend_decode="disabled"), {"SGLANG_DSV4_REFERENCE": "1"})
+    refusals.check_cuda(args(), {"SGLANG_DSV4_INDEXER": "fp8"})
+
+
 # Pools
 
 

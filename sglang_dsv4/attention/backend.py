@@ -6,19 +6,29 @@ Everything that a step reads from SGLang's own tensors (request table, slot mapp
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 
-from sglang_dsv4.attention.core import Step, attend
+from sglang_dsv4.attention.core import Projections, Step, attend
+from sglang_dsv4.attention.lanes import Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle
 from sglang_dsv4.cache.pages import PagePool
 from sglang_dsv4.cache.slots import SlotReqToTokenPool
-from sglang_dsv4.ops.dispatch import operations
+from sglang_dsv4.geometry import HCA_RATIO
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.dispatch import operations, reference_forced
 from sglang_dsv4.ops.meta import StepMeta
 from sglang_dsv4.refusals import Refused
+
+logger = logging.getLogger(__name__)
+
+# Above this batch a decode step fills the card without side streams; the in-tree model's limit on Hopper.
+LANES_LIMIT = 64
 
 
 class SlotAttentionBackend(AttentionBackend):
@@ -39,11 +49,13 @@ class SlotAttentionBackend(AttentionBackend):
         self.slots = self.requests.mamba_pool.store
         self.cache = CacheHandle(self.geometry, self.pages.store, self.slots, self.requests.tails)
         self.ops = operations(self.device.type)
+        _compile(self.device)
         self._last_layer = self.geometry.num_layers - 1
         self._static: StaticDecode | None = None
         self._captured: dict[int, Step] = {}
         self._step: Step | None = None
         self._snapshots: tuple[Tensor, Tensor] | None = None
+        self._lanes: Lanes | NoLanes = NoLanes()
 
     # Metadata
 
@@ -61,15 +73,34 @@ class SlotAttentionBackend(AttentionBackend):
         if self._static is None or not forward_batch.forward_mode.is_decode():
             self.init_forward_metadata(forward_batch)
             return
-        step, snapshots = self._decode_step(forward_batch, columns=self._static.pages)
+        step, snapshots = self._decode_step(forward_batch)
         meta, self._snapshots = self._static.fill(step.meta, snapshots)
+        size = forward_batch.batch_size
         if in_capture:
-            self._captured[forward_batch.batch_size] = Step(meta, self.cache, self.ops, True, self.context_len)
-        self._step = self._captured[forward_batch.batch_size]
+            lanes = self._lanes if size <= LANES_LIMIT else NoLanes()
+            self._captured[size] = Step(meta, self.cache, self.ops, True, self.context_len, lanes=lanes)
+        self._step = self._captured[size]
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """What the layers of a captured step share: computed again by every replay, ahead of the first layer."""
+        step = self._step
+        if step is None or step is not self._captured.get(forward_batch.batch_size):
+            return
+        step.forget()
+        step.window_rows()
+        if self.geometry.layers_of(HCA_RATIO) and step.max_seq_len >= HCA_RATIO:
+            step.dense_entry_rows(HCA_RATIO)
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Decode: what SGLang's scheduler may overwrite (request table, slot mapping, lengths) is copied into static
+        tensors before the replay, and layers read those."""
+        return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static tensors of captured decode steps."""
         self._static = StaticDecode(max_bs, -(-self.context_len // self.page_size), self.page_size, self.device)
+        if self.device.type == "cuda":
+            self._lanes = Lanes(self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -77,7 +108,7 @@ class SlotAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.device.type != "cpu"
 
-    def _decode_step(self, fb: Any, columns: int | None = None) -> tuple[Step, tuple[Tensor, Tensor]]:
+    def _decode_step(self, fb: Any) -> tuple[Step, tuple[Tensor, Tensor]]:
         rows = fb.req_pool_indices.long()
         seq_lens = fb.seq_lens.int()
         real = rows > 0  # row 0 pads a captured batch
@@ -92,7 +123,7 @@ class SlotAttentionBackend(AttentionBackend):
             token_offsets=torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=self.device),
             token_to_req=torch.where(real, index, torch.full_like(index, -1)),
             positions=fb.positions.long(),
-            page_table=self._page_table(rows, longest if columns is None else columns * self.page_size),
+            page_table=self._page_table(rows, longest),
             snapshot_slots=index.new_empty((rows.shape[0], 0)),
             snapshot_lens=index.new_empty((rows.shape[0], 0)),
             page_size=self.page_size,
@@ -182,11 +213,12 @@ class SlotAttentionBackend(AttentionBackend):
         forward_batch: Any,
         save_kv_cache: bool = True,
         *,
-        inputs: Any,
+        inputs: Projections,
     ) -> Tensor:
         """float [N, H, 512]: `core.attend` of one layer; after the last layer of a decode step, its snapshots."""
         if self._step is None:
-            return torch.zeros_like(inputs.q)
+            inputs.prepare()
+            return torch.zeros_like(inputs.query())
         out = attend(layer.params, inputs, self._step)
         if layer.layer_id == self._last_layer and self._snapshots is not None:
             self.ops.copy_state(self.slots.slot_windows, self.slots.overlaps, *self._snapshots)
@@ -213,8 +245,9 @@ class StaticDecode:
         self.none = ints(max_requests, 0)
 
     def fill(self, meta: StepMeta, snapshots: tuple[Tensor, Tensor]) -> tuple[StepMeta, tuple[Tensor, Tensor]]:
-        """Copy a step in; returns the static views that the graph reads."""
-        size = meta.num_requests
+        """Copy a step in; returns the static views that the graph reads. Pages past the step's longest request keep
+        old values, which no layer reads."""
+        size, columns = meta.num_requests, meta.page_table.shape[1]
         for name in (
             "req_rows",
             "slots",
@@ -222,9 +255,9 @@ class StaticDecode:
             "seq_lens",
             "token_to_req",
             "positions",
-            "page_table",
         ):
             getattr(self, name)[:size].copy_(getattr(meta, name))
+        self.page_table[:size, :columns].copy_(meta.page_table)
         self.snapshot_src[:size].copy_(snapshots[0])
         self.snapshot_dst[:size].copy_(snapshots[1])
         view = StepMeta(
@@ -241,6 +274,19 @@ class StaticDecode:
             self.page_size,
         )
         return view, (self.snapshot_src[:size], self.snapshot_dst[:size])
+
+
+def _compile(device: torch.device) -> None:
+    """Every kernel of this device, before the first request instead of during it."""
+    if device.type != "cuda" or reference_forced():
+        return
+    started = time.perf_counter()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        jit.build_all(jit.architecture(index))
+    except jit.KernelBuildError as error:
+        raise Refused(str(error)) from None
+    logger.info("sglang-dsv4: kernels ready after %.1f s", time.perf_counter() - started)
 
 
 def _expect(pool: Any, kind: type, hook: str) -> Any:

@@ -3,21 +3,29 @@
 Prefill:  flush, gather, append_window, (index), sparse_prefill. `gather` stands before `append_window` because a
           128-row ring cannot serve more than one query: the chunk would overwrite the history it still needs.
 Decode:   flush, append_window, (index), sparse_attention, so that a block's last token sees its own entry.
+
+What a layer computes from its input is asked for when it is needed (`Projections`), so that in a captured decode
+step entries, window and index choice can run beside the query's projection (`lanes.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sglang_dsv4.attention.lanes import ENTRIES, INDEX, WINDOW, Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle, LayerCache
 from sglang_dsv4.formats import hadamard
 from sglang_dsv4.geometry import CSA_RATIO, HEAD_DIM
 from sglang_dsv4.ops.dispatch import Operations
 from sglang_dsv4.ops.flush import CompressorParams
 from sglang_dsv4.ops.meta import StepMeta, Workspace, all_entry_ids
+
+# Scores of a prefill step that exist at a time: 256 MB.
+SCORE_BUDGET = 1 << 26
 
 
 @dataclass
@@ -39,9 +47,34 @@ class LayerParams:
     index_topk: int = 0
 
 
+class Projections(Protocol):
+    """What a layer makes of its input. Every method is called at most once a step and layer, in any order that starts
+    with `entries` or `prepare`; in decode on streams of their own, so a method may use `prepare`'s results only."""
+
+    def prepare(self) -> None:
+        """What `window`, `index` and `query` share."""
+        ...
+
+    def entries(self) -> tuple[Tensor, Tensor | None]:
+        """float32 [N, 2 * coff * 512], C then Z without ape; and for CSA the indexer's, float32 [N, 512]."""
+        ...
+
+    def window(self) -> Tensor:
+        """float [N, 512], normed and rotated."""
+        ...
+
+    def index(self) -> tuple[Tensor, Tensor]:
+        """float [N, heads, 128], rotated; float32 [N, heads], scaled. CSA only."""
+        ...
+
+    def query(self) -> Tensor:
+        """float [N, H, 512], normed and rotated."""
+        ...
+
+
 @dataclass
 class LayerInputs:
-    """Projections of this step's tokens.
+    """Projections of this step's tokens that are there already.
 
     q               float [N, H, 512], normed and rotated
     kv              float [N, 512], normed and rotated
@@ -58,12 +91,30 @@ class LayerInputs:
     index_q: Tensor | None = None
     index_weights: Tensor | None = None
 
+    def prepare(self) -> None:
+        pass
+
+    def entries(self) -> tuple[Tensor, Tensor | None]:
+        assert self.kv_score is not None
+        return self.kv_score, self.index_kv_score
+
+    def window(self) -> Tensor:
+        return self.kv
+
+    def index(self) -> tuple[Tensor, Tensor]:
+        assert self.index_q is not None and self.index_weights is not None
+        return self.index_q, self.index_weights
+
+    def query(self) -> Tensor:
+        return self.q
+
 
 @dataclass
 class Step:
     """A step's metadata, the pools, and what the layers of one kind share in it.
 
     prefix_lens, seq_lens   host lengths, prefill only; max_seq_len is the host bound of any length in the step
+    lanes                   side streams of a decode step
     """
 
     meta: StepMeta
@@ -73,6 +124,7 @@ class Step:
     max_seq_len: int
     prefix_lens: list[int] = field(default_factory=list)
     seq_lens: list[int] = field(default_factory=list)
+    lanes: Lanes | NoLanes = field(default_factory=NoLanes)
     _shared: dict[object, object] = field(default_factory=dict)
     _workspace: Tensor | None = None
 
@@ -81,6 +133,10 @@ class Step:
         if key not in self._shared:
             self._shared[key] = build()
         return self._shared[key]
+
+    def forget(self) -> None:
+        """Drop what layers shared: a captured step computes it anew at each replay."""
+        self._shared.clear()
 
     def window_rows(self) -> Tensor:
         return self.shared("window rows", self.meta.window_rows)
@@ -108,24 +164,24 @@ class Step:
         return self._workspace
 
 
-def attend(params: LayerParams, x: LayerInputs, step: Step) -> Tensor:
+def attend(params: LayerParams, x: Projections, step: Step) -> Tensor:
     """float [N, H, 512]: attention output of one layer, de-rotated; the step's rows and entries are stored."""
     cache = step.cache.layer(params.layer_id)
-    _flush(params, x, cache, step)
     if step.is_decode:
         return _decode(params, x, cache, step)
     return _prefill(params, x, cache, step)
 
 
-def _flush(params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step) -> None:
+def _flush(params: LayerParams, x: Projections, cache: LayerCache, step: Step) -> None:
     if params.ratio == 0:
         return
+    kv_score, index_kv_score = x.entries()
     if params.ratio == CSA_RATIO:
         step.ops.flush_csa(
             params.compressor,
-            x.kv_score,
+            kv_score,
             params.index_compressor,
-            x.index_kv_score,
+            index_kv_score,
             cache.overlap,
             cache.tail,
             cache.entries,
@@ -135,40 +191,62 @@ def _flush(params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step) -
             index_codec=cache.index_codec,
         )
     else:
-        step.ops.flush_hca(
-            params.compressor, x.kv_score, cache.tail, cache.entries, step.meta, codec=cache.codec
+        step.ops.flush_hca(params.compressor, kv_score, cache.tail, cache.entries, step.meta, codec=cache.codec)
+
+
+def _choose(
+    params: LayerParams, x: Projections, cache: LayerCache, step: Step, *, physical: bool
+) -> Tensor:
+    """int32 [N, k] entries that a CSA layer's tokens attend to: pool rows, or ids in the request."""
+    index_q, weights = x.index()
+    query = cache.index_codec.round_trip(hadamard(index_q.float()))
+    width = step.max_seq_len // CSA_RATIO
+    chosen = []
+    for start, stop in _score_slices(step, width):
+        meta = step.meta if stop - start == step.meta.num_tokens else step.meta.tokens(start, stop)
+        scores = step.ops.index_scores(
+            query[start:stop],
+            weights[start:stop],
+            cache.index_keys,
+            meta,
+            codec=cache.index_codec,
+            max_entries=width,
         )
+        chosen.append(step.ops.index_topk(scores, meta, topk=params.index_topk, physical=physical))
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
 
-def _selected(
-    params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step, *, physical: bool
-) -> Tensor | None:
-    """int32 [N, K] entry ids or pool rows that each token attends to; None where there are none at all."""
-    if params.ratio == 0 or step.max_seq_len < params.ratio:
-        return None
-    if params.ratio != CSA_RATIO:
-        return step.dense_entry_rows(params.ratio) if physical else step.dense_entry_ids(params.ratio)
-    assert x.index_q is not None
-    query = cache.index_codec.round_trip(hadamard(x.index_q.float()))
-    scores = step.ops.index_scores(
-        query,
-        x.index_weights,
-        cache.index_keys,
-        step.meta,
-        codec=cache.index_codec,
-        max_entries=step.max_seq_len // CSA_RATIO,
-    )
-    return step.ops.index_topk(scores, step.meta, topk=params.index_topk, physical=physical)
+def _score_slices(step: Step, width: int) -> list[tuple[int, int]]:
+    """Token ranges whose scores stay within SCORE_BUDGET: a chunk at a million tokens would take 8.6 GB."""
+    tokens = step.meta.num_tokens
+    if step.is_decode:
+        return [(0, tokens)]
+    rows = max(1, SCORE_BUDGET // max(1, width))
+    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
-def _decode(params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step) -> Tensor:
-    step.ops.append_window(cache.window, x.kv, step.meta, codec=cache.codec)
-    rows = _selected(params, x, cache, step, physical=True)
+def _decode(params: LayerParams, x: Projections, cache: LayerCache, step: Step) -> Tensor:
+    lanes, rows, entries = step.lanes, None, None
+    with lanes.lane(ENTRIES):
+        _flush(params, x, cache, step)
+    x.prepare()
+    with lanes.lane(WINDOW):
+        step.ops.append_window(cache.window, x.window(), step.meta, codec=cache.codec)
+    if params.ratio and step.max_seq_len >= params.ratio:
+        entries = cache.entries
+        if params.ratio == CSA_RATIO:
+            with lanes.lane(INDEX, after=ENTRIES):
+                rows = _choose(params, x, cache, step, physical=True)
+        else:
+            rows = step.dense_entry_rows(params.ratio)
+    window_rows = step.window_rows()
+    q = x.query()
+    lanes.join()
     return step.ops.sparse_attention(
-        x.q,
+        q,
         cache.window,
-        step.window_rows(),
-        cache.entries if rows is not None else None,
+        window_rows,
+        entries,
         rows,
         params.sink,
         params.rope,
@@ -178,18 +256,27 @@ def _decode(params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step) 
     )
 
 
-def _prefill(params: LayerParams, x: LayerInputs, cache: LayerCache, step: Step) -> Tensor:
+def _prefill(params: LayerParams, x: Projections, cache: LayerCache, step: Step) -> Tensor:
+    _flush(params, x, cache, step)
+    x.prepare()
+    kv = x.window()
     plan = step.plan(params.ratio)
     dtype = torch.bfloat16 if cache.codec.layout.name == "fp8" else torch.float32
     workspace = step.workspace(plan.num_rows, dtype)
-    step.ops.gather(
-        workspace, cache.window, x.kv, cache.entries, step.meta, plan, ratio=params.ratio, codec=cache.codec
-    )
-    step.ops.append_window(cache.window, x.kv, step.meta, codec=cache.codec)
+    step.ops.gather(workspace, cache.window, kv, cache.entries, step.meta, plan, ratio=params.ratio, codec=cache.codec)
+    step.ops.append_window(cache.window, kv, step.meta, codec=cache.codec)
     indices = step.shared(("window", params.ratio), lambda: plan.window_indices(step.meta))
-    ids = _selected(params, x, cache, step, physical=False)
-    if ids is not None:
-        indices = torch.cat([indices, plan.entry_indices(step.meta, ids)], dim=1)
+    if params.ratio and step.max_seq_len >= params.ratio:
+        indices = torch.cat([indices, _prefill_entries(params, x, cache, step, plan)], dim=1)
     return step.ops.sparse_prefill(
-        x.q, workspace, indices, params.sink, params.rope, step.meta.positions, scale=params.scale
+        x.query(), workspace, indices, params.sink, params.rope, step.meta.positions, scale=params.scale
+    )
+
+
+def _prefill_entries(params: LayerParams, x: Projections, cache: LayerCache, step: Step, plan: Workspace) -> Tensor:
+    """int32 [N, K] workspace rows of the entries that each token attends to, -1 masked."""
+    if params.ratio == CSA_RATIO:
+        return plan.entry_indices(step.meta, _choose(params, x, cache, step, physical=False))
+    return step.shared(
+        ("entries", params.ratio), lambda: plan.entry_indices(step.meta, step.dense_entry_ids(params.ratio))
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor
 
-from sglang_dsv4.attention.core import LayerInputs, LayerParams, Step, attend
+from sglang_dsv4.attention.core import LayerInputs, LayerParams, Projections, Step, attend
 from sglang_dsv4.geometry import HEAD_DIM
 from sglang_dsv4.ops.flush import CompressorParams
 
@@ -49,7 +50,10 @@ class SlotRadixAttention(RadixAttention):
         forward_batch  SGLang's ForwardBatch, or a `core.Step` where no server is involved
         """
         inputs = LayerInputs(q, kv, kv_score, index_kv_score, index_q, index_weights)
+        return self.run(inputs, forward_batch).view(q.shape)
+
+    def run(self, x: Projections, forward_batch: Any) -> Tensor:
+        """float [N, H, 512], de-rotated: `forward` for projections that are computed when they are needed."""
         if isinstance(forward_batch, Step):
-            return attend(self.params, inputs, forward_batch)
-        out = super().forward(q, kv, kv, forward_batch, inputs=inputs)
-        return out.view(q.shape)
+            return attend(self.params, x, forward_batch)
+        return get_attn_backend().forward(None, None, None, self, forward_batch, False, inputs=x)

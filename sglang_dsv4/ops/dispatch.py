@@ -25,7 +25,7 @@ from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
 from sglang_dsv4.ops.sparse_attention import sparse_attention, sparse_attention_cuda
 from sglang_dsv4.ops.sparse_prefill import sparse_prefill, sparse_prefill_cuda
 
-REFERENCE_SWITCH = "SGLANG_DSV4_REFERENCE"
+REFERENCE_SWITCH = "SGLANG_DSV4_REFERENCE"  # refusals.REFERENCE; named here because no SGLang is needed here
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,13 @@ def _tvm_ffi() -> Any:
     return tvm_ffi
 
 
+def require_tools() -> None:
+    """Raises KernelBuildError where compiler, tvm-ffi or sources are missing."""
+    kernels_dir()
+    find_nvcc()
+    _tvm_ffi()
+
+
 def compile_command(source: Path, arch: str, output: Path, extra: Sequence[str] = ()) -> list[str]:
     """The nvcc command line that builds one library."""
     nvcc, _ = find_nvcc()

@@ -7,7 +7,7 @@ request, a snapshot that is not due) is marked in the tensors and masked on the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,15 @@ class StepMeta:
     @property
     def device(self) -> torch.device:
         return self.positions.device
+
+    def tokens(self, start: int, stop: int) -> StepMeta:
+        """The same requests with the tokens [start, stop) alone: for operations that read entries, not state."""
+        return replace(
+            self,
+            token_offsets=self.token_offsets.clamp(start, stop) - start,
+            token_to_req=self.token_to_req[start:stop],
+            positions=self.positions[start:stop],
+        )
 
     def valid_tokens(self) -> Tensor:
         """bool [N]: tokens that belong to a request."""
