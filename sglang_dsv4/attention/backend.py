@@ -64,7 +64,8 @@ class SlotAttentionBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         self._step, self._snapshots = None, None
         if mode.is_decode():
-            self._step, self._snapshots = self._decode_step(forward_batch)
+            self._step = self._decode_step(forward_batch)
+            self._snapshots = self._due_snapshots(forward_batch, self._step.meta)
         elif not mode.is_idle():
             self._step = self._extend_step(forward_batch)
 
@@ -73,8 +74,7 @@ class SlotAttentionBackend(AttentionBackend):
         if self._static is None or not forward_batch.forward_mode.is_decode():
             self.init_forward_metadata(forward_batch)
             return
-        step, snapshots = self._decode_step(forward_batch)
-        meta, self._snapshots = self._static.fill(step.meta, snapshots)
+        meta = self._static.fill(self._decode_step(forward_batch).meta)
         size = forward_batch.batch_size
         if in_capture:
             lanes = self._lanes if size <= LANES_LIMIT else NoLanes()
@@ -86,6 +86,8 @@ class SlotAttentionBackend(AttentionBackend):
         step = self._step
         if step is None or step is not self._captured.get(forward_batch.batch_size):
             return
+        # The view that SGLang gives before a replay lacks the mask: it is read here, from the runner's own buffers.
+        self._snapshots = self._due_snapshots(forward_batch, step.meta)
         step.forget()
         step.window_rows()
         if self.geometry.layers_of(HCA_RATIO) and step.max_seq_len >= HCA_RATIO:
@@ -98,7 +100,9 @@ class SlotAttentionBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static tensors of captured decode steps."""
-        self._static = StaticDecode(max_bs, -(-self.context_len // self.page_size), self.page_size, self.device)
+        # One page more: SGLang may run a request a few positions past the context length before it stops it.
+        pages = -(-self.context_len // self.page_size) + 1
+        self._static = StaticDecode(max_bs, pages, self.page_size, self.device)
         if self.device.type == "cuda":
             self._lanes = Lanes(self.device)
 
@@ -108,12 +112,12 @@ class SlotAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.device.type != "cpu"
 
-    def _decode_step(self, fb: Any) -> tuple[Step, tuple[Tensor, Tensor]]:
+    def _decode_step(self, fb: Any) -> Step:
         rows = fb.req_pool_indices.long()
         seq_lens = fb.seq_lens.int()
         real = rows > 0  # row 0 pads a captured batch
         index = torch.arange(rows.shape[0], dtype=torch.int32, device=self.device)
-        longest = self._longest(fb.seq_lens_cpu, fb.seq_lens)
+        longest = self.context_len if fb.seq_lens_cpu is None else int(fb.seq_lens_cpu.max())
         lens = torch.where(real, seq_lens, torch.zeros_like(seq_lens))
         meta = StepMeta(
             req_rows=rows.int(),
@@ -128,7 +132,7 @@ class SlotAttentionBackend(AttentionBackend):
             snapshot_lens=index.new_empty((rows.shape[0], 0)),
             page_size=self.page_size,
         )
-        return Step(meta, self.cache, self.ops, True, longest), self._due_snapshots(fb, meta)
+        return Step(meta, self.cache, self.ops, True, longest)
 
     def _due_snapshots(self, fb: Any, meta: StepMeta) -> tuple[Tensor, Tensor]:
         """(source, destination) int64 [B] of decode snapshots, -1 where none is due."""
@@ -198,10 +202,6 @@ class SlotAttentionBackend(AttentionBackend):
     def _host_ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
-    @staticmethod
-    def _longest(host: Tensor | None, device: Tensor) -> int:
-        return int((device if host is None else host).max())
-
     # Layers
 
     def forward(
@@ -240,11 +240,9 @@ class StaticDecode:
         self.token_to_req = ints(max_requests)
         self.positions = ints(max_requests, dtype=torch.int64)
         self.page_table = ints(max_requests, pages)
-        self.snapshot_src = ints(max_requests, dtype=torch.int64)
-        self.snapshot_dst = ints(max_requests, dtype=torch.int64)
         self.none = ints(max_requests, 0)
 
-    def fill(self, meta: StepMeta, snapshots: tuple[Tensor, Tensor]) -> tuple[StepMeta, tuple[Tensor, Tensor]]:
+    def fill(self, meta: StepMeta) -> StepMeta:
         """Copy a step in; returns the static views that the graph reads. Pages past the step's longest request keep
         old values, which no layer reads."""
         size, columns = meta.num_requests, meta.page_table.shape[1]
@@ -258,9 +256,7 @@ class StaticDecode:
         ):
             getattr(self, name)[:size].copy_(getattr(meta, name))
         self.page_table[:size, :columns].copy_(meta.page_table)
-        self.snapshot_src[:size].copy_(snapshots[0])
-        self.snapshot_dst[:size].copy_(snapshots[1])
-        view = StepMeta(
+        return StepMeta(
             self.req_rows[:size],
             self.slots[:size],
             self.prefix_lens[:size],
@@ -273,7 +269,6 @@ class StaticDecode:
             self.none[:size],
             self.page_size,
         )
-        return view, (self.snapshot_src[:size], self.snapshot_dst[:size])
 
 
 def _compile(device: torch.device) -> None:
