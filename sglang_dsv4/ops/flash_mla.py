@@ -22,6 +22,7 @@ from sglang_dsv4.ops import jit
 
 HEADS = (64, 128)
 INDEX_MULTIPLE = 64
+PREFILL_MULTIPLE = 128
 # Wider index rows are worth their lengths: the narrow ones of CSA are full once a context passes a few pages.
 FULL_WIDTH = 1024
 
@@ -48,10 +49,10 @@ def _cache(pool: Tensor) -> Tensor:
     return pool.as_strided((pool.shape[0], GROUP_ROWS, 1, row), (stride, row, row, 1))
 
 
-def _padded(rows: Tensor) -> Tensor:
-    """int32 [N, 1, K'] of int [N, K]: K' is a multiple of 64, -1 behind."""
+def _padded(rows: Tensor, multiple: int = INDEX_MULTIPLE) -> Tensor:
+    """int32 [N, 1, K'] of int [N, K]: K' is a multiple of `multiple`, -1 behind."""
     rows = rows.int()
-    short = -rows.shape[1] % INDEX_MULTIPLE
+    short = -rows.shape[1] % multiple
     if short:
         rows = torch.nn.functional.pad(rows, (0, short), value=-1)
     return rows.contiguous().unsqueeze(1)
@@ -148,7 +149,7 @@ def prefill(
     out = module().flash_mla_sparse_fwd(
         q,
         workspace.unsqueeze(1),
-        _padded(indices),
+        _padded(indices, PREFILL_MULTIPLE),
         scale,
         HEAD_DIM,
         sink,
