@@ -63,3 +63,24 @@ def test_the_in_tree_module_builds_its_own_layers_again_after_ours():
         assert in_tree_host.in_tree.DeepseekV4DecoderLayer is in_tree_host.SlotDecoderLayer
         raise RuntimeError("while building")
     assert in_tree_host.in_tree.DeepseekV4DecoderLayer is own
+
+
+def test_window_rows_are_normed_and_rotated_in_float32():
+    kv, weight = torch.randn(5, 512).bfloat16(), torch.rand(512) + 0.5
+    angle = torch.rand(40, 32)
+    layer = SimpleNamespace(
+        eps=1e-6,
+        kv_norm=SimpleNamespace(weight=weight.bfloat16()),
+        attn_mqa=SimpleNamespace(params=SimpleNamespace(rope=torch.cat([angle.cos(), angle.sin()], 1))),
+    )
+    positions = torch.tensor([0, 3, 39, 7, 7])
+    projections = in_tree_host.LayerProjections(layer, None, None, positions)
+    projections.kv = kv
+    wide = kv.double()
+    expected = wide / (wide.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.bfloat16().double()
+    pairs = torch.view_as_complex(expected[:, -64:].reshape(5, 32, 2).contiguous())
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones(5, 32).double(), angle[positions].double()))
+    expected[:, -64:] = turned.flatten(1)
+    rows = projections.window()
+    assert rows.dtype == torch.float32
+    assert (rows - expected).abs().max() < 3e-6

@@ -163,11 +163,12 @@ class LayerProjections:
         return main, self._keep(layer.indexer.compressor._compute_wkv_gate(self.x))
 
     def window(self) -> Tensor:
-        kv = self._keep(self.kv.contiguous())
-        in_tree.fused_norm_rope_inplace(
-            kv, self.layer.kv_norm.weight.data, self.layer.eps, self.layer.freqs_cis, self.positions
-        )
-        return kv
+        """float32: rows are quantised from what the norm gives, as the in-tree kernel does. Rounded to bfloat16 first,
+        one value in thirty would take the neighbouring FP8 code."""
+        layer = self.layer
+        kv = self._keep(self.kv.float())
+        normed = torch.nn.functional.rms_norm(kv, (kv.shape[-1],), layer.kv_norm.weight.float(), layer.eps)
+        return self._keep(apply_rope(normed, layer.attn_mqa.params.rope, self.positions))
 
     def index(self) -> tuple[Tensor, Tensor]:
         indexer = self.layer.indexer
