@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,20 @@ class Hook:
         return None
 
 
+@contextmanager
+def _memory_for(what: str, remedy: str) -> Iterator[None]:
+    """Ends an allocation that does not fit as one line instead of a traceback."""
+    from sglang_dsv4.refusals import Refused
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch's own class for it is a RuntimeError, on a CPU a bare one
+        text = str(error)
+        if isinstance(error, RuntimeError) and not any(sign in text for sign in ("out of memory", "allocate memory")):
+            raise
+        raise Refused(f"no memory for {what}", text or "the machine has no more", remedy) from None
+
+
 def _build_request_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     from sglang_dsv4.config import is_ours
 
@@ -62,7 +77,8 @@ def _build_request_pool(original: Callable[..., Any], self: Any, **kwargs: Any) 
     saved = module.HybridReqToTokenPool
     module.HybridReqToTokenPool = SlotReqToTokenPool
     try:
-        with building(self.model_config.hf_config.geometry(self.page_size)):
+        remedy = "lower --max-mamba-cache-size, --max-running-requests or --mem-fraction-static"
+        with building(self.model_config.hf_config.geometry(self.page_size)), _memory_for("slots and tails", remedy):
             return original(self, **kwargs)
     finally:
         module.HybridReqToTokenPool = saved
@@ -79,7 +95,9 @@ def _build_page_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> 
     requests = kwargs["req_to_token_pool"]
     sizes = kwargs["sizes"]
     geometry = self.model_config.hf_config.geometry(self.page_size)
-    pool = PagePool(geometry, sizes.max_total_num_tokens, self.device)
+    tokens = sizes.max_total_num_tokens
+    with _memory_for(f"pages of {tokens} tokens", "lower --max-total-tokens or --mem-fraction-static"):
+        pool = PagePool(geometry, tokens, self.device)
     line = describe(
         geometry, pool.store, requests.mamba_pool.store, requests.tails, sizes.max_running_requests
     )

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_dsv4 import hooks
 from sglang_dsv4.refusals import BACKEND, Refused
@@ -132,3 +133,14 @@ def test_a_token_outside_the_vocabulary_is_answered_instead_of_ending_the_server
     req = SimpleNamespace(origin_input_ids=ids, vocab_size=1280)
     said = wrapper(lambda *a: None, req, 1000, False)
     assert (said is None) == fits and (fits or "outside the vocabulary of 1280" in said)
+
+
+def test_an_allocation_that_does_not_fit_is_one_line_and_other_errors_stay_themselves():
+    with pytest.raises(Refused, match="no memory for pages of 9 tokens: .*allocate.*; lower it") as caught:
+        with hooks._memory_for("pages of 9 tokens", "lower it"):
+            torch.zeros(1 << 55, dtype=torch.uint8)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(Refused, match="out of memory"), hooks._memory_for("slots", "lower it"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")
+    with pytest.raises(RuntimeError, match="something else"), hooks._memory_for("slots", "lower it"):
+        raise RuntimeError("something else")
