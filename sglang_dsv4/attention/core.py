@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.cache.handle import CacheHandle, LayerCache
-from sglang_dsv4.formats import hadamard
 from sglang_dsv4.geometry import CSA_RATIO, HEAD_DIM
 from sglang_dsv4.ops.dispatch import Operations
 from sglang_dsv4.ops.flush import CompressorParams
@@ -47,8 +46,8 @@ class LayerInputs:
     kv              float [N, 512], normed and rotated
     kv_score        float32 [N, 2 * coff * 512], C then Z without ape; CSA and HCA
     index_kv_score  float32 [N, 512], the same for the indexer; CSA
-    index_q         float [N, heads, 128], rotated; CSA
-    index_weights   float32 [N, heads], scaled; CSA
+    index_q         float [N, heads, 128], neither rotated nor rounded; CSA
+    index_weights   float [N, heads], still to be multiplied by index_scale; CSA
     """
 
     q: Tensor
@@ -57,6 +56,7 @@ class LayerInputs:
     index_kv_score: Tensor | None = None
     index_q: Tensor | None = None
     index_weights: Tensor | None = None
+    index_scale: float = 1.0
 
 
 @dataclass
@@ -148,11 +148,17 @@ def _selected(
         return None
     if params.ratio != CSA_RATIO:
         return step.dense_entry_rows(params.ratio) if physical else step.dense_entry_ids(params.ratio)
-    assert x.index_q is not None
-    query = cache.index_codec.round_trip(hadamard(x.index_q.float()))
+    query, weights = step.ops.index_query(
+        x.index_q,
+        x.index_weights,
+        params.rope,
+        step.meta.positions,
+        codec=cache.index_codec,
+        scale=x.index_scale,
+    )
     scores = step.ops.index_scores(
         query,
-        x.index_weights,
+        weights,
         cache.index_keys,
         step.meta,
         codec=cache.index_codec,
