@@ -80,6 +80,7 @@ class DenseCore:
         index_kv_score: Tensor | None = None,
         index_q: Tensor | None = None,
         index_weights: Tensor | None = None,
+        index_scale: float = 1.0,
     ) -> Tensor:
         request, layer = forward_batch, self.layer_id
         keys = request.round_row(request.extend(layer, "kv", kv)).double()
@@ -94,7 +95,8 @@ class DenseCore:
             if index_kv_score is not None:
                 scores = request.extend(layer, "index_kv_score", index_kv_score)
                 index_keys = request.round_index(pool_entries(self.index_compressor, self.ratio, scores, self.rope))
-                chosen = self.choose(request.round_index(index_q.double()), index_weights, index_keys, chosen)
+                turned = request.round_index(rotate(index_q.double(), self.rope, queries))
+                chosen = self.choose(turned, index_scale * index_weights.double(), index_keys, chosen)
                 request.selected[layer] = chosen
             keys, visible = torch.cat([keys, entries]), torch.cat([visible, chosen], dim=1)
         logits = torch.einsum("nhc,kc->nhk", q.double(), keys) * self.scale

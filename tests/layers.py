@@ -62,9 +62,9 @@ def inputs(ratio: int, tokens: int, *, seed: int = 0) -> LayerInputs:
 def part(x: LayerInputs, *spans: tuple[int, int], padding: int = 0) -> LayerInputs:
     """The tokens of the spans, then NaN padding."""
 
-    def cut(t: torch.Tensor | None) -> torch.Tensor | None:
-        if t is None:
-            return None
+    def cut(t: torch.Tensor | float | None) -> torch.Tensor | float | None:
+        if not isinstance(t, torch.Tensor):
+            return t
         rows = [t[a:b] for a, b in spans]
         if padding:
             rows.append(torch.full((padding, *t.shape[1:]), float("nan")))

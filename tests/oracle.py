@@ -74,10 +74,10 @@ def attention(params: LayerParams, x: LayerInputs, codec: RowCodec, index_codec:
         picked = list(range(visible))
         if ratio == 4 and visible > params.index_topk:
             assert keys is not None and x.index_q is not None and x.index_weights is not None
-            query = index_codec.round_trip(hadamard(x.index_q[t].float())).double()
-            scores = (
-                (torch.relu(query @ keys[:visible].T) * x.index_weights[t, :, None].double()).sum(0).float()
-            )
+            turned = _turn(x.index_q[t], rope[t]).float()
+            query = index_codec.round_trip(hadamard(turned)).double()
+            weights = x.index_scale * x.index_weights[t].double()
+            scores = (torch.relu(query @ keys[:visible].T) * weights[:, None]).sum(0).float()
             picked = sorted(range(visible), key=lambda i: (-float(scores[i]), i))[: params.index_topk]
         rows = [window[max(0, t - 127) : t + 1]]
         if picked:

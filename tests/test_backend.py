@@ -96,8 +96,8 @@ def tokens(x, *positions):
 
 
 def _at(t, spans):
-    if t is None:
-        return None
+    if not isinstance(t, torch.Tensor):
+        return t
     return torch.cat([t[a:b] if a >= 0 else torch.full_like(t[:1], float("nan")) for a, b in spans])
 
 

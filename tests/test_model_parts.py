@@ -150,9 +150,9 @@ class _RowsOnly:
     def __init__(self, **_: Any) -> None:
         pass
 
-    def __call__(self, q: Tensor, kv: Tensor, forward_batch: Any, **extra: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, kv: Tensor, forward_batch: Any, **extra: Any) -> Tensor:
         out = q + kv.unsqueeze(1)
-        for x in extra.values():
+        for x in (x for x in extra.values() if isinstance(x, Tensor)):
             out = out + x.flatten(1)[:, :1].unsqueeze(-1).to(q.dtype)
         return out
 
@@ -166,7 +166,7 @@ class _Both:
     def __init__(self, **arguments: Any) -> None:
         self.real, self.dense = SlotRadixAttention(**arguments), DenseCore(**arguments)
 
-    def __call__(self, q: Tensor, kv: Tensor, forward_batch: Any, **extra: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, kv: Tensor, forward_batch: Any, **extra: Any) -> Tensor:
         out = self.real(q, kv, forward_batch.step, **extra)
         expected = self.dense(q.double(), kv, forward_batch.dense, **extra)
         forward_batch.errors.append((out - expected).abs().max().item())

@@ -6,6 +6,7 @@ Everything runs over poisoned stores: NaN in any row that no token wrote would s
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from layers import RATIOS, geometry, inputs, layer, part, run
 from oracle import attention
 
 from sglang_dsv4.geometry import WINDOW
+
+TENSORS = ("q", "kv", "kv_score", "index_kv_score", "index_q", "index_weights")  # inputs of a CSA layer
 
 
 def prefill_then_decode(ratio, tokens, cuts, *, store="fp8", page=128, seed=0):
@@ -206,8 +209,8 @@ def test_a_ragged_batch_with_padding_equals_each_request_alone(ratio):
     spans = [part(x, (a, a + n)) for x, a, n in zip(xs, lengths, counts, strict=True)]
     joined = type(spans[0])(
         *(
-            None
-            if getattr(spans[0], f) is None
+            getattr(spans[0], f)
+            if not isinstance(getattr(spans[0], f), torch.Tensor)
             else torch.cat(
                 [getattr(s, f) for s in spans] + [torch.full((3, *getattr(spans[0], f).shape[1:]), torch.nan)]
             )
@@ -260,7 +263,7 @@ def test_requests_that_diverge_inside_a_block_share_earlier_entries_only():
     params, shared = layer(4), 258
     x, y = inputs(4, 300), inputs(4, 300)
     other = inputs(4, 300, seed=9)
-    for f in ("q", "kv", "kv_score", "index_kv_score", "index_q", "index_weights"):
+    for f in TENSORS:
         getattr(y, f)[shared:] = getattr(other, f)[shared:]
     stage = Stage(geometry())
     first, slot = stage.admit(), stage.new_slot()
@@ -300,7 +303,7 @@ def test_running_requests_never_share_state():
     outs = [[], []]
     for t in range(256, 300):
         step = stage.step(forks, [1, 1], decode=True)
-        x = type(a)(*(torch.cat([getattr(s, f)[t : t + 1] for s in (a, b)]) for f in a.__dataclass_fields__))
+        x = replace(a, **{f: torch.cat([getattr(s, f)[t : t + 1] for s in (a, b)]) for f in TENSORS})
         for collected, row in zip(outs, run(params, x, step), strict=True):
             collected.append(row)
     alone = Stage(geometry())
@@ -381,7 +384,7 @@ def test_resuming_from_an_earlier_snapshot_hides_entries_that_were_computed_beyo
     run(params, part(x, (0, 700)), stage.step([first], [700], snapshots={0: [(256, slot)]}))
     fork = stage.admit(pages=list(first.pages), snapshot=slot, length=256)
     for f in x.__dataclass_fields__:
-        if getattr(x, f) is not None:
+        if isinstance(getattr(x, f), torch.Tensor):
             getattr(other, f)[:256] = getattr(x, f)[:256]
     step = stage.step([fork], [1])
     assert int(step.meta.visible_entries(ratio)[0]) == kept

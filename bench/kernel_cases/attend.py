@@ -1,4 +1,4 @@
-"""Cases of the kernels that read the cache: index_scores, index_topk, sparse_attention, sparse_prefill."""
+"""Cases of the kernels that read the cache: index_query, index_scores, index_topk, sparse_attention, sparse_prefill."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from sglang_dsv4.geometry import (
     RowLayout,
 )
 from sglang_dsv4.ops import flash_mla, jit
+from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk_cuda
 from sglang_dsv4.ops.meta import StepMeta
@@ -105,6 +106,44 @@ def fastest(rivals: dict[str, Callable[[int], object]], sets: int) -> tuple[str 
         print(f"  rival {name}: {us:.2f} us", flush=True)
         best = min(best, (us, name, run), key=lambda b: b[0])
     return best[1], best[2]
+
+
+# index_query
+
+
+def query_cases(device: torch.device) -> Iterator[Case]:
+    in_tree.load()
+    module = importable("sglang.kernels.ops.attention.dsv4.norm_rope")
+    for layout in (INDEX_FP4, INDEX_FP8):
+        for tokens in (*BATCHES, 8192) if layout is INDEX_FP4 else (64, 8192):
+            yield _query(layout, tokens, device, module)
+
+
+def _query(layout: RowLayout, tokens: int, device: torch.device, module: Any) -> Case:
+    size = 2 if layout is INDEX_FP4 else 4
+    num_bytes = tokens * INDEX_HEADS * (INDEX_DIM * (2 + size) + 6)
+    sets = min(sets_for(num_bytes), 64)
+    q = torch.randn(sets, tokens, INDEX_HEADS, INDEX_DIM, device=device, dtype=torch.bfloat16)
+    weights = torch.randn(sets, tokens, INDEX_HEADS, device=device, dtype=torch.bfloat16)
+    angle = torch.rand(CONTEXTS["32K"], ROPE_DIM // 2, device=device) * 6.28
+    rope = torch.cat([angle.cos(), angle.sin()], dim=1)
+    positions = torch.randint(0, CONTEXTS["32K"], (tokens,), device=device)
+    codec = index_codec(layout)
+
+    def run(i: int) -> object:
+        return index_query_cuda(q[i], weights[i], rope, positions, codec=codec, scale=0.01)
+
+    rivals: dict[str, Callable[[int], object]] = {}
+    if module is not None:
+        freqs, kind = torch.polar(torch.ones_like(angle), angle), "fp4_quant" if layout is INDEX_FP4 else "quant"
+        fused, narrow = getattr(module, f"fused_q_indexer_rope_hadamard_{kind}"), positions.int()
+        rivals[f"in-tree fused_q_indexer_rope_hadamard_{kind}"] = lambda i: fused(
+            q[i], weights[i], 0.01, freqs, narrow
+        )
+    shape = f"{layout.name} {f'batch {tokens}' if tokens < 8192 else 'chunk of 8192'}"
+    print(f"index_query {shape}", flush=True)
+    rival, rival_run = fastest(rivals, sets)
+    return Case("index_query", shape, num_bytes, run, sets, 0, rival, rival_run)
 
 
 # index_scores
@@ -358,6 +397,7 @@ def _prefill(model: str, heads: int, width: int, device: torch.device) -> Iterat
 
 
 def cases(device: torch.device) -> Iterator[Case]:
+    yield from query_cases(device)
     yield from score_cases(device)
     yield from topk_cases(device)
     yield from attention_cases(device)

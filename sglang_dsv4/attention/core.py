@@ -18,7 +18,6 @@ from torch import Tensor
 
 from sglang_dsv4.attention.lanes import ENTRIES, INDEX, WINDOW, Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle, LayerCache
-from sglang_dsv4.formats import hadamard
 from sglang_dsv4.geometry import CSA_RATIO, HEAD_DIM
 from sglang_dsv4.ops.dispatch import Operations
 from sglang_dsv4.ops.flush import CompressorParams
@@ -63,8 +62,8 @@ class Projections(Protocol):
         """float [N, 512], normed and rotated."""
         ...
 
-    def index(self) -> tuple[Tensor, Tensor]:
-        """float [N, heads, 128], rotated; float32 [N, heads], scaled. CSA only."""
+    def index(self) -> tuple[Tensor, Tensor, float]:
+        """float [N, heads, 128], not rotated; float [N, heads] and what it is to be multiplied by. CSA only."""
         ...
 
     def query(self) -> Tensor:
@@ -80,8 +79,8 @@ class LayerInputs:
     kv              float [N, 512], normed and rotated
     kv_score        float32 [N, 2 * coff * 512], C then Z without ape; CSA and HCA
     index_kv_score  float32 [N, 512], the same for the indexer; CSA
-    index_q         float [N, heads, 128], rotated; CSA
-    index_weights   float32 [N, heads], scaled; CSA
+    index_q         float [N, heads, 128], neither rotated nor rounded; CSA
+    index_weights   float [N, heads], still to be multiplied by index_scale; CSA
     """
 
     q: Tensor
@@ -90,6 +89,7 @@ class LayerInputs:
     index_kv_score: Tensor | None = None
     index_q: Tensor | None = None
     index_weights: Tensor | None = None
+    index_scale: float = 1.0
 
     def prepare(self) -> None:
         pass
@@ -101,9 +101,9 @@ class LayerInputs:
     def window(self) -> Tensor:
         return self.kv
 
-    def index(self) -> tuple[Tensor, Tensor]:
+    def index(self) -> tuple[Tensor, Tensor, float]:
         assert self.index_q is not None and self.index_weights is not None
-        return self.index_q, self.index_weights
+        return self.index_q, self.index_weights, self.index_scale
 
     def query(self) -> Tensor:
         return self.q
@@ -198,8 +198,10 @@ def _choose(
     params: LayerParams, x: Projections, cache: LayerCache, step: Step, *, physical: bool
 ) -> Tensor:
     """int32 [N, k] entries that a CSA layer's tokens attend to: pool rows, or ids in the request."""
-    index_q, weights = x.index()
-    query = cache.index_codec.round_trip(hadamard(index_q.float()))
+    index_q, index_weights, scale = x.index()
+    query, weights = step.ops.index_query(
+        index_q, index_weights, params.rope, step.meta.positions, codec=cache.index_codec, scale=scale
+    )
     width = step.max_seq_len // CSA_RATIO
     chosen = []
     for start, stop in _score_slices(step, width):

@@ -44,12 +44,13 @@ class SlotRadixAttention(RadixAttention):
         index_kv_score: Tensor | None = None,
         index_q: Tensor | None = None,
         index_weights: Tensor | None = None,
+        index_scale: float = 1.0,
     ) -> Tensor:
         """float [N, H, 512], de-rotated. Shapes of the arguments: `core.LayerInputs`.
 
         forward_batch  SGLang's ForwardBatch, or a `core.Step` where no server is involved
         """
-        inputs = LayerInputs(q, kv, kv_score, index_kv_score, index_q, index_weights)
+        inputs = LayerInputs(q, kv, kv_score, index_kv_score, index_q, index_weights, index_scale)
         return self.run(inputs, forward_batch).view(q.shape)
 
     def run(self, x: Projections, forward_batch: Any) -> Tensor:

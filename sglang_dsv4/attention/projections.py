@@ -2,7 +2,7 @@
 
 Queries and window rows leave here normalised and rotated. Compressor projections leave as they are (C and Z
 in float32, position bias not added), because pooling, its normalisation and its rotation happen where the
-state lives.
+state lives. So do indexer queries and weights: `index_query` rotates, rounds and scales them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class SlotCore(Protocol):
         index_kv_score: Tensor | None = None,
         index_q: Tensor | None = None,
         index_weights: Tensor | None = None,
+        index_scale: float = 1.0,
     ) -> Tensor:
         """float `[N, H, 512]`, de-rotated. Shapes of the arguments: `attention.core.LayerInputs`."""
         ...
@@ -73,11 +74,10 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config.hidden_size, INDEX_DIM, CSA_RATIO, config.rms_norm_eps)
         self.scale = INDEX_DIM**-0.5 * self.heads**-0.5
 
-    def forward(self, x: GridRows, q_lora: GridRows, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[N, heads, 128]`, scaled weights `[N, heads]`, C and Z `[N, 512]`; all float32."""
+    def forward(self, x: GridRows, q_lora: GridRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[N, heads, 128]`, float64 weights `[N, heads]` without `scale`, C and Z `[N, 512]`."""
         q = self.wq_b(q_lora, torch.float32).unflatten(-1, (self.heads, INDEX_DIM))
-        weights = (self.weights_proj(x, torch.float64) * self.scale).to(torch.float32)
-        return apply_rope(q, rope, positions), weights, self.compressor(x)
+        return q, self.weights_proj(x, torch.float64), self.compressor(x)
 
 
 class SlotAttention(nn.Module):
@@ -140,13 +140,12 @@ class SlotAttention(nn.Module):
         q = rms_norm(self.wq_b(q_lora).unflatten(-1, (self.heads, HEAD_DIM)), None, self.eps)
         q = apply_rope(q, self.rope, positions)
         kv = apply_rope(self.kv_norm(self.wkv(rows)), self.rope, positions)
-        extra: dict[str, Tensor] = {}
+        extra: dict[str, Any] = {}
         if self.compressor is not None:
             extra["kv_score"] = self.compressor(rows)
         if self.indexer is not None:
-            extra["index_q"], extra["index_weights"], extra["index_kv_score"] = self.indexer(
-                rows, q_lora, self.rope, positions
-            )
+            extra["index_q"], extra["index_weights"], extra["index_kv_score"] = self.indexer(rows, q_lora)
+            extra["index_scale"] = self.indexer.scale
         out = self.core(q, kv, forward_batch, **extra)
         lora = self.wo_a(out.reshape(x.shape[0], self.groups, -1))
         return self.wo_b(lora.flatten(1))

@@ -170,12 +170,11 @@ class LayerProjections:
         normed = torch.nn.functional.rms_norm(kv, (kv.shape[-1],), layer.kv_norm.weight.float(), layer.eps)
         return self._keep(apply_rope(normed, layer.attn_mqa.params.rope, self.positions))
 
-    def index(self) -> tuple[Tensor, Tensor]:
+    def index(self) -> tuple[Tensor, Tensor, float]:
         indexer = self.layer.indexer
         q = self._keep(indexer.wq_b(self.latent)[0])
-        weights = self._keep(indexer.weights_proj(self.x)[0].float() * indexer.weight_scale)
-        q = q.view(-1, indexer.n_heads, INDEX_DIM)
-        return self._keep(apply_rope(q, self.layer.attn_mqa.params.rope, self.positions)), weights
+        weights = self._keep(indexer.weights_proj(self.x)[0])
+        return q.view(-1, indexer.n_heads, INDEX_DIM), weights, indexer.weight_scale
 
     def query(self) -> Tensor:
         return self._keep(self.layer._compute_q_b(self.latent_linear, self.positions))

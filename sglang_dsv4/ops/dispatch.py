@@ -20,6 +20,7 @@ from sglang_dsv4.ops.append_window import append_window, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state, copy_state_cuda
 from sglang_dsv4.ops.flush import flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
 from sglang_dsv4.ops.gather import gather, gather_cuda
+from sglang_dsv4.ops.index_query import index_query
 from sglang_dsv4.ops.index_scores import index_scores, index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
 from sglang_dsv4.ops.sparse_attention import sparse_attention, sparse_attention_cuda
@@ -35,6 +36,7 @@ class Operations:
     append_window: Callable[..., Any] = append_window
     flush_csa: Callable[..., Any] = flush_csa
     flush_hca: Callable[..., Any] = flush_hca
+    index_query: Callable[..., Any] = index_query
     index_scores: Callable[..., Any] = index_scores
     index_topk: Callable[..., Any] = index_topk
     gather: Callable[..., Any] = gather
@@ -57,6 +59,7 @@ CUDA_FACES: dict[str, Callable[..., Any]] = {
     "append_window": append_window_cuda,
     "flush_csa": flush_csa_cuda,
     "flush_hca": flush_hca_cuda,
+    "index_query": index_query,  # torch on the device: its kernel compiles but has not run on a card
     "index_scores": index_scores_cuda,
     "index_topk": index_topk_cuda,
     "gather": gather_cuda,

@@ -12,6 +12,7 @@ from kernel_steps import Plan, make_step
 from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import INDEX_FP4, INDEX_FP32, MAIN_FP8, MAIN_FP32
 from sglang_dsv4.ops.checks import Check
+from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import MAX_TOPK, index_topk_cuda
 from sglang_dsv4.ops.sparse_attention import choose, sparse_attention_cuda
@@ -19,6 +20,17 @@ from sglang_dsv4.ops.sparse_prefill import sparse_prefill_cuda
 
 CPU = torch.device("cpu")
 TOKENS, HEADS = 3, 64
+
+
+def query_arguments():
+    return {
+        "q": torch.zeros(TOKENS, HEADS, 128, dtype=torch.bfloat16),
+        "weights": torch.zeros(TOKENS, HEADS),
+        "rope": torch.zeros(32, 64),
+        "positions": torch.zeros(TOKENS, dtype=torch.int64),
+        "codec": index_codec(INDEX_FP4),
+        "scale": 1.0,
+    }
 
 
 def score_arguments():
@@ -63,6 +75,7 @@ def prefill_arguments():
 
 
 OPERATIONS = {
+    "index_query": (index_query_cuda, query_arguments),
     "index_scores": (index_scores_cuda, score_arguments),
     "index_topk": (index_topk_cuda, topk_arguments),
     "sparse_attention": (sparse_attention_cuda, attention_arguments),
@@ -70,6 +83,18 @@ OPERATIONS = {
 }
 
 WRONG = [
+    ("index_query", "q", lambda x: x.half()),
+    ("index_query", "q", lambda x: x[..., :64]),
+    ("index_query", "q", lambda x: torch.zeros(TOKENS, 65, 128)),
+    ("index_query", "q", lambda x: torch.zeros(TOKENS, HEADS, 256)[..., ::2]),
+    ("index_query", "q", lambda x: torch.zeros(TOKENS, HEADS, 129)[..., 1:]),
+    ("index_query", "weights", lambda x: x[:2]),
+    ("index_query", "weights", lambda x: x.half()),
+    ("index_query", "rope", lambda x: x[:, :32]),
+    ("index_query", "rope", lambda x: x[:0]),
+    ("index_query", "rope", lambda x: x.double()),
+    ("index_query", "positions", lambda x: x.int()),
+    ("index_query", "codec", lambda x: index_codec(INDEX_FP32)),
     ("index_scores", "q", lambda x: x.half()),
     ("index_scores", "q", lambda x: torch.zeros(TOKENS, 65, 128)),
     ("index_scores", "weights", lambda x: x[:, :8]),

@@ -1,0 +1,229 @@
+// Rotates indexer queries, transforms them, rounds them like keys, and scales the head weights; contract in
+// sglang_dsv4/ops/index_query.py.
+//
+// Half a warp a head: lane l holds channels 8 l .. 8 l + 7, so a load or store instruction moves whole 256-byte rows and
+// the upper eight lanes hold the rotated channels. A block serves heads of one token, which share its row of the table.
+#include "dsv4/check.h"
+#include "dsv4/codecs.cuh"
+#include "dsv4/grid.cuh"
+
+namespace {
+
+using namespace dsv4;
+
+constexpr int kThreads = 128;
+constexpr int kLanes = kIndexDim / 8;
+constexpr int kHeads = kThreads / kLanes;  // heads a block treats at a time
+constexpr int kFewTokens = 64;             // tokens up to which a block treats no more: blocks are few, latency counts
+
+struct Params {
+  const void* q;
+  const void* weights;
+  const float* rope;
+  const int64_t* positions;
+  void* out;  // [tokens, heads, 128]
+  float* out_weights;
+  int64_t q_token_stride, q_head_stride, weights_stride, rope_stride, rope_positions;
+  double scale;
+  int tokens, heads;
+  int weights_bits;  // 16: bf16, 32: float, 64: double
+};
+
+__device__ __forceinline__ void load8(const __nv_bfloat16* source, float (&x)[8]) {
+  const uint4 v = *reinterpret_cast<const uint4*>(source);
+  const unsigned words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack_bf16(words[i]);
+    x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+  }
+}
+__device__ __forceinline__ void load8(const float* source, float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float4 v = reinterpret_cast<const float4*>(source)[i];
+    x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+  }
+}
+
+// The order of formats.hadamard: strides 1, 2, 4 in the thread, 8 .. 64 across half a warp. a + b and a - b are written
+// as one fused operation with an exact product, so they round as sums do.
+__device__ __forceinline__ void hadamard(float (&x)[8], int lane) {
+#pragma unroll
+  for (int stride = 1; stride < 8; stride <<= 1) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i & stride) continue;
+      const float a = x[i], b = x[i + stride];
+      x[i] = __fadd_rn(a, b);
+      x[i + stride] = __fsub_rn(a, b);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < kLanes; step <<= 1) {
+    const float sign = lane & step ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = fmaf(sign, x[i], __shfl_xor_sync(kFullMask, x[i], step));
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], 0.08838834764831845f);  // 1 / sqrt(128)
+}
+
+template <int kShare>
+__device__ __forceinline__ float largest(const float (&x)[8]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
+#pragma unroll
+  for (int step = 1; step < kShare; step <<= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));
+  return amax;
+}
+
+// The e2m1 number nearest to x, |x| <= 6, ties to the even code, sign kept for zero. Its grid is 0.5 below 2 and half the
+// leading power of two above: adding 1.5 * 2^23 such steps rounds to it, ties to even, and even steps are even codes.
+__device__ __forceinline__ float e2m1_round(float x) {
+  const unsigned bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+  const float magnet = __uint_as_float(max(bits & 0x7f800000u, 0x3f800000u) + ((22u << 23) | 0x400000u));
+  const float rounded = __fsub_rn(__fadd_rn(__uint_as_float(magnitude), magnet), magnet);
+  return __uint_as_float(__float_as_uint(rounded) | (bits & 0x80000000u));
+}
+
+template <typename T, typename Layout, int kRounds>
+__global__ void __launch_bounds__(kThreads) index_query_kernel(const __grid_constant__ Params p) {
+  constexpr bool kIsFp4 = Layout::kDataBytes == IndexFp4::kDataBytes;
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int lane = threadIdx.x % kLanes, token = blockIdx.x;
+  const int block_head = blockIdx.y * kHeads * kRounds, first = block_head + threadIdx.x / kLanes;
+
+  float x[kRounds][8];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    // A head that does not exist repeats the last one: every lane takes part in the exchanges.
+    const int head = min(first + i * kHeads, p.heads - 1);
+    load8(static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + 8 * lane, x[i]);
+  }
+  const int scaled_head = block_head + threadIdx.x;
+  if (threadIdx.x < kHeads * kRounds && scaled_head < p.heads) {
+    const int64_t at = token * p.weights_stride + scaled_head;
+    float weight;
+    if (p.weights_bits == 64) {
+      weight = static_cast<float>(__dmul_rn(static_cast<const double*>(p.weights)[at], p.scale));
+    } else {
+      const float narrow = p.weights_bits == 32 ? static_cast<const float*>(p.weights)[at]
+                                                : __bfloat162float(static_cast<const __nv_bfloat16*>(p.weights)[at]);
+      weight = __fmul_rn(narrow, static_cast<float>(p.scale));
+    }
+    p.out_weights[static_cast<int64_t>(token) * p.heads + scaled_head] = weight;
+  }
+
+  if (lane >= kLanes - kRopeDim / 8) {
+    const int64_t position = min(max(p.positions[token], int64_t{0}), p.rope_positions - 1);
+    const float* table = p.rope + position * p.rope_stride + 4 * (lane - (kLanes - kRopeDim / 8));
+    const float4 cosines = *reinterpret_cast<const float4*>(table);
+    const float4 sines = *reinterpret_cast<const float4*>(table + kRopeDim / 2);
+    const float c[4] = {cosines.x, cosines.y, cosines.z, cosines.w}, s[4] = {sines.x, sines.y, sines.z, sines.w};
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float even = x[i][2 * pair], odd = x[i][2 * pair + 1];
+        x[i][2 * pair] = __fsub_rn(__fmul_rn(even, c[pair]), __fmul_rn(odd, s[pair]));
+        x[i][2 * pair + 1] = __fadd_rn(__fmul_rn(even, s[pair]), __fmul_rn(odd, c[pair]));
+      }
+    }
+  }
+  __syncwarp();
+
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    hadamard(x[i], lane);
+    const int head = first + i * kHeads;
+    const int64_t at = (static_cast<int64_t>(token) * p.heads + head) * kIndexDim + 8 * lane;
+    if constexpr (kIsFp4) {
+      const int code = fp4_scale_code(largest<kFp4Quant / 8>(x[i]));
+      const float inverse = ue8m0_inverse(code), scale = ue8m0_decode(code);
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float low = e2m1_round(__fmul_rn(x[i][2 * j], inverse)), high = e2m1_round(__fmul_rn(x[i][2 * j + 1], inverse));
+        words[j] = pack_bf16(__fmul_rn(low, scale), __fmul_rn(high, scale));
+      }
+      if (head < p.heads) {
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + at) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    } else {
+      const float scale = __fdiv_rn(fmaxf(largest<kLanes>(x[i]), kFp8AmaxFloor), kE4m3Max);
+      float4 rounded[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const unsigned codes =
+            e4m3_encode4(__fdiv_rn(x[i][4 * j], scale), __fdiv_rn(x[i][4 * j + 1], scale),
+                         __fdiv_rn(x[i][4 * j + 2], scale), __fdiv_rn(x[i][4 * j + 3], scale));
+        const float2 low = e4m3_decode2(codes), high = e4m3_decode2(codes >> 16);
+        rounded[j] = make_float4(__fmul_rn(low.x, scale), __fmul_rn(low.y, scale), __fmul_rn(high.x, scale),
+                                 __fmul_rn(high.y, scale));
+      }
+      if (head < p.heads) {
+        float4* const target = reinterpret_cast<float4*>(static_cast<float*>(p.out) + at);
+        target[0] = rounded[0];
+        target[1] = rounded[1];
+      }
+    }
+  }
+}
+
+template <typename T, typename Layout>
+void launch_query(const TensorView& anchor, const Params& p) {
+  LaunchShape shape;
+  shape.block = dim3(kThreads);
+  shape.overlap = true;
+  const auto blocks = [&](int rounds) { return static_cast<unsigned>((p.heads + kHeads * rounds - 1) / (kHeads * rounds)); };
+  if (p.tokens <= kFewTokens) {
+    shape.grid = dim3(p.tokens, blocks(1));
+    launch(anchor, shape, index_query_kernel<T, Layout, 1>, p);
+  } else {
+    shape.grid = dim3(p.tokens, blocks(4));
+    launch(anchor, shape, index_query_kernel<T, Layout, 4>, p);
+  }
+}
+
+template <typename T>
+void launch_query(const TensorView& anchor, const Params& p, bool fp4) {
+  if (fp4) {
+    launch_query<T, IndexFp4>(anchor, p);
+  } else {
+    launch_query<T, IndexFp8>(anchor, p);
+  }
+}
+
+void index_query(TensorView q, TensorView weights, TensorView rope, TensorView positions, TensorView out,
+                 TensorView out_weights, double scale, bool fp4) {
+  const DeviceGuard guard(out);
+  Params p = {};
+  p.q = data_of<const void>(q);
+  p.weights = data_of<const void>(weights);
+  p.rope = data_of<const float>(rope);
+  p.positions = data_of<const int64_t>(positions);
+  p.out = data_of<void>(out);
+  p.out_weights = data_of<float>(out_weights);
+  p.q_token_stride = q.stride(0);
+  p.q_head_stride = q.stride(1);
+  p.weights_stride = weights.stride(0);
+  p.rope_stride = rope.stride(0);
+  p.rope_positions = rope.size(0);
+  p.scale = scale;
+  p.tokens = static_cast<int>(q.size(0));
+  p.heads = static_cast<int>(q.size(1));
+  p.weights_bits = weights.dtype().bits;
+  if (is_bf16(q)) {
+    launch_query<__nv_bfloat16>(out, p, fp4);
+  } else {
+    launch_query<float>(out, p, fp4);
+  }
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(index_query, index_query);
