@@ -136,7 +136,7 @@ def test_a_token_outside_the_vocabulary_is_answered_instead_of_ending_the_server
 
 
 def test_an_allocation_that_does_not_fit_is_one_line_and_other_errors_stay_themselves():
-    with pytest.raises(Refused, match="no memory for pages of 9 tokens: .*allocate.*; lower it") as caught:
+    with pytest.raises(Refused, match=r"no memory for pages of 9 tokens: .*allocate.*; lower it") as caught:
         with hooks._memory_for("pages of 9 tokens", "lower it"):
             torch.zeros(1 << 55, dtype=torch.uint8)
     assert "\n" not in str(caught.value)
