@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
+_Ids32 = NDArray[np.int32]
 
 
 class Walk(NamedTuple):
@@ -27,15 +28,16 @@ class PrefixIndex:
     def __init__(self, page: int) -> None:
         self.page = page
         self._ids: dict[tuple[int, bytes], int] = {}
-        self._after: dict[int, list[Ids]] = {}  # what followed a page: whole pages and unfinished ends
+        self._after: dict[int, list[_Ids32]] = {}  # what followed a page: whole pages and unfinished ends
 
     @property
     def pages(self) -> int:
         """Distinct whole pages seen."""
         return len(self._ids)
 
-    def walk(self, ids: Ids) -> Walk:
-        """Look `ids`, int64 [n], up without adding them."""
+    def walk(self, tokens: Ids) -> Walk:
+        """Look `tokens`, int64 [n], up without adding them."""
+        ids = tokens.astype(np.int32)
         parent, seen, at = 0, list[int](), 0
         while at + self.page <= len(ids):
             found = self._ids.get((parent, ids[at : at + self.page].tobytes()))
@@ -46,25 +48,25 @@ class PrefixIndex:
         rest = ids[at : at + self.page]
         return Walk(seen, at + max((_common(rest, other) for other in self._after.get(parent, ())), default=0))
 
-    def add(self, ids: Ids) -> list[int]:
-        """Take up `ids`, int64 [n]; returns the ids of its whole pages."""
+    def add(self, tokens: Ids) -> list[int]:
+        """Take up `tokens`, int64 [n]; returns the ids of their whole pages."""
+        ids = tokens.astype(np.int32)
         parent, path = 0, list[int]()
         whole = len(ids) // self.page * self.page
         for at in range(0, whole, self.page):
-            page = ids[at : at + self.page]
-            key = (parent, page.tobytes())
+            key = (parent, ids[at : at + self.page].tobytes())
             found = self._ids.get(key)
             if found is None:
                 found = self._ids[key] = len(self._ids) + 1
-                self._after.setdefault(parent, []).append(page.astype(np.int32))
+                self._after.setdefault(parent, []).append(np.frombuffer(key[1], dtype=np.int32))
             parent = found
             path.append(parent)
         if whole < len(ids):
-            self._after.setdefault(parent, []).append(ids[whole:].astype(np.int32))
+            self._after.setdefault(parent, []).append(ids[whole:])
         return path
 
 
-def _common(a: Ids, b: Ids) -> int:
+def _common(a: _Ids32, b: _Ids32) -> int:
     """Length of the common prefix."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
