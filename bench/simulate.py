@@ -142,10 +142,13 @@ class Simulation:
         self.rows.append(Row(request.session, request.turn, len(one.prompt), one.run.cached, one.ideal, missed))
 
 
-def limits_for(workload: Workload, memory: str, geometry: Geometry, *, users: int, chunk: int) -> Limits:
-    """Pages and slots for "ample", "third" or a number of bytes beyond what running requests hold.
+def limits_for(
+    workload: Workload, memory: str, geometry: Geometry, *, users: int, chunk: int, share: float | None = None
+) -> Limits:
+    """Pages and slots for "ample", "third", a fraction such as "0.5", or a number of bytes.
 
-    "third" is the bytes of a third of the workload's distinct tokens, but enough for its longest request alone.
+    The bytes are those beyond what running requests hold as state. A fraction is of the bytes of the workload's
+    distinct tokens, but leaves enough pages for its longest request alone. `share` of them becomes snapshots.
     """
     page, lengths = geometry.page_size, workload.lengths()
     longest = max(n + r.answer for n, r in zip(lengths, workload.requests, strict=True))
@@ -155,9 +158,11 @@ def limits_for(workload: Workload, memory: str, geometry: Geometry, *, users: in
         pages = distinct // page + users * (longest // page + 4)
         steps = sum((n + r.answer) // page + n // chunk for n, r in zip(lengths, workload.requests, strict=True))
         return Limits(pages, steps + 5 * users + 64, users, chunk, page, context)
-    spare = int(distinct / 3 * geometry.token_alloc_bytes) if memory == "third" else int(memory)
-    pages, snapshots = split_bytes(geometry, spare)
-    pages = max(pages, longest // page + 4) if memory == "third" else pages
+    part = 1 / 3 if memory == "third" else float(memory)
+    relative = part <= 1
+    spare = int(distinct * part * geometry.token_alloc_bytes) if relative else int(part)
+    pages, snapshots = split_bytes(geometry, spare, share)
+    pages = max(pages, longest // page + 4) if relative else pages
     return Limits(pages, SLOTS_PER_REQUEST * users + snapshots, users, chunk, page, context)
 
 
@@ -174,12 +179,18 @@ def oracle_tokens(simulation: Simulation, geometry: Geometry) -> int:
 
 
 def simulate(
-    workload: Workload, memory: str, *, users: int = 1, chunk: int = 8192, progress: bool = False
+    workload: Workload,
+    memory: str,
+    *,
+    users: int = 1,
+    chunk: int = 8192,
+    share: float | None = None,
+    progress: bool = False,
 ) -> dict[str, Any]:
     """The report of one run, as written to JSON."""
     geometry = flash()
-    limits = limits_for(workload, memory, geometry, users=users, chunk=chunk)
-    before = asdict(counters)
+    limits = limits_for(workload, memory, geometry, users=users, chunk=chunk, share=share)
+    before = counters.numbers()
     start = time.perf_counter()
     simulation = Simulation(workload, Engine(limits, geometry), users=users)
     rows = simulation.run(progress)
@@ -187,7 +198,7 @@ def simulate(
     known = oracle_tokens(simulation, geometry)
     result = summary(rows, limits.page)
     return {
-        "system": "simulator",
+        "system": "simulator" if share is None else f"share {share}",
         "workload": workload.name,
         "memory": memory,
         "limits": asdict(limits),
@@ -197,7 +208,7 @@ def simulate(
         "cached_over_oracle": round(result["cached_tokens"] / known, 4) if known else 1.0,
         "peak_pages": simulation.engine.peak_pages,
         "peak_snapshots": simulation.engine.peak_snapshots,
-        "counters": {name: count - before[name] for name, count in asdict(counters).items()},
+        "counters": {name: count - before[name] for name, count in counters.numbers().items()},
         "seconds": round(seconds, 2),
     }
 
@@ -217,7 +228,12 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
     parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
     parser.add_argument("--limit", type=int, help="requests to take from the beginning")
-    parser.add_argument("--memory", default="ample,third", help="comma-separated: ample, third, or bytes")
+    parser.add_argument(
+        "--memory",
+        default="ample,third",
+        help="comma-separated: ample, third, a fraction of the distinct tokens, bytes",
+    )
+    parser.add_argument("--share", help="comma-separated parts of that memory for snapshots, instead of the default")
     parser.add_argument("--users", type=int, default=1, help="requests that run at once")
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of a step")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
@@ -226,8 +242,12 @@ def main() -> None:
     try:
         for name in args.workload:
             built = workloads.build(name, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
+            shares = [float(share) for share in args.share.split(",")] if args.share else [None]
             for memory in args.memory.split(","):
-                results.append(simulate(built, memory, users=args.users, chunk=args.chunk, progress=True))
+                for share in shares:
+                    results.append(
+                        simulate(built, memory, users=args.users, chunk=args.chunk, share=share, progress=True)
+                    )
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
     print(describe(results))

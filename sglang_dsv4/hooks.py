@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,22 @@ def _cache_action(original: Callable[..., Any], self: Any, action: Any) -> None:
     original(self, action)
 
 
+def _report(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    tree = getattr(getattr(self, "scheduler", None), "tree_cache", None)
+    if isinstance(getattr(tree, "req_to_token_pool", None), SlotReqToTokenPool):
+        from sglang_dsv4.cache.metrics import Reporter
+
+        reporter = getattr(self, "_dsv4_reporter", None)
+        if reporter is None:
+            labels = self.metrics_collector.labels if self.current_scheduler_metrics_enabled else None
+            reporter = self._dsv4_reporter = Reporter(labels)
+        reporter.report(tree, logs=self.is_stats_logging_rank)
+    return result
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         f"{_CONFIGURATOR}._build_hybrid_req_pool",
@@ -305,6 +322,13 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "action"),
         _cache_action,
         "snapshots of a path are dropped while there is room",
+    ),
+    *(
+        Hook(f"{_REPORTER}.{name}", expected, _report, "neither the log nor /metrics says what the cache does")
+        for name, expected in (
+            ("report_prefill_stats", ("self", "batch", "prefill_stats", "can_run_cuda_graph", "dp_cooperation_info")),
+            ("report_decode_stats", ("self", "can_run_cuda_graph", "running_batch", "num_generated_tokens")),
+        )
     ),
 )
 

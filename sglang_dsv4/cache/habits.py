@@ -24,7 +24,6 @@ class ResumeHabits:
         self._answered: set[int] = set()  # prompt ends behind which an answer's end was published
         self._at_answer = self._at_prompt = 0.0
         self._skipped = 0
-        self.hits = {PROMPT: 0, ANSWER: 0, INNER: 0}
 
     def published(self, node: int, kind: str, behind: int | None = None) -> None:
         """A snapshot of that kind stands at `node`; an answer's end stands behind the prompt end `behind`."""
@@ -34,14 +33,14 @@ class ResumeHabits:
         while len(self._kinds) > _REMEMBERED:
             self._answered.discard(self._kinds.popitem(last=False)[0])
 
-    def resumed(self, node: int) -> None:
-        """A request found its prefix at `node`."""
+    def resumed(self, node: int) -> str:
+        """A request found its prefix at `node`; returns the kind of the place."""
         kind = self._kinds.get(node, INNER)
-        self.hits[kind] += 1
         if kind == ANSWER:
             self._count(1.0, 0.0)
         elif kind == PROMPT and node in self._answered:
             self._count(0.0, 1.0)
+        return kind
 
     def _count(self, answer: float, prompt: float) -> None:
         fade = 1 - 1 / _MEMORY

@@ -72,13 +72,17 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
     answered = req.finished() and (req.kv.mamba_last_track_seqlen or 0) > prompt
     if answered and not paths.habits.keep_answer_end():
         req.kv.mamba_last_track_seqlen = None
+        counters.skipped += 1
     paths.kind = ANSWER if answered else PROMPT if up_to >= prompt else INNER
     paths.behind = getattr(req, "_dsv4_prompt_end", None) if answered else None
     paths.shared = getattr(req, "_dsv4_shared", ())
+    offered = 1 if req.kv.mamba_last_track_seqlen and not tree.disable else 0
+    before = counters.published
     try:
         insert(tree, req, up_to=up_to, **kwargs)
     finally:
         kind, paths.kind, paths.behind, paths.shared = paths.kind, None, None, ()
+    counters.duplicates += max(0, offered - (counters.published - before))
     if kind == PROMPT:
         req._dsv4_prompt_end = req.last_node
 
@@ -117,10 +121,13 @@ def _note_resume(tree: Any, req: Any) -> None:
     """Count where the request resumed, once."""
     if not getattr(req, "_dsv4_counted", False):
         req._dsv4_counted = True
+        kind = "nowhere"
         if req.prefix_len:
             paths = paths_of(tree)
-            paths.habits.resumed(req.last_node)
+            kind = paths.habits.resumed(req.last_node)
             req._dsv4_shared = paths.shared_above(req.last_node)
+        counters.hits[kind] += 1
+        counters.hit_tokens[kind] += req.prefix_len
 
 
 def _system_end(pool: Any, req: Any) -> int | None:

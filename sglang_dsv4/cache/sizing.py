@@ -11,7 +11,7 @@ from sglang_dsv4.geometry import Geometry
 
 # State slots that SGLang needs per running request with overlap scheduling: live, two tracking, two in flight.
 SLOTS_PER_REQUEST = 5
-# Part of the memory beyond the fixed share that becomes snapshots, the rest becomes pages.
+# Part of the memory beyond the fixed share that becomes snapshots, the rest becomes pages. Measured: docs/tuning.md.
 SNAPSHOT_SHARE = 0.28
 # Requests may not take more than this part of the memory for state before anything is cached.
 FIXED_SHARE_LIMIT = 0.5
@@ -48,9 +48,12 @@ def plan_slots(geometry: Geometry, available_bytes: int, max_running_requests: i
     return SlotPlan(requests, SLOTS_PER_REQUEST * requests + split_bytes(geometry, spare)[1])
 
 
-def split_bytes(geometry: Geometry, spare_bytes: int) -> tuple[int, int]:
-    """(pages, snapshots) for the bytes that running requests do not hold as state."""
-    snapshots = int(spare_bytes * SNAPSHOT_SHARE // geometry.slot_bytes)
+def split_bytes(geometry: Geometry, spare_bytes: int, share: float | None = None) -> tuple[int, int]:
+    """(pages, snapshots) for the bytes that running requests do not hold as state.
+
+    share  of the bytes that becomes snapshots; SNAPSHOT_SHARE if not given
+    """
+    snapshots = int(spare_bytes * (SNAPSHOT_SHARE if share is None else share) // geometry.slot_bytes)
     left = spare_bytes - snapshots * geometry.slot_bytes
     return int(left / geometry.token_alloc_bytes) // geometry.page_size, snapshots
 

@@ -128,17 +128,19 @@ def defer(tree: Any, action: Any) -> bool:
 
     if not isinstance(action, MambaEvictExcessPathStates):
         return False
+    counters.published += 1
     paths_of(tree).extended(action.tail_node_id)
     return True
 
 
 def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwargs: Any) -> Any:
     """SGLang's eviction for an allocation, after superseded snapshots have been offered."""
-    if params.mamba_num <= 0 or kwargs:
-        return original(tree, params, **kwargs)
-    gone = paths_of(tree).trim(tree, params.mamba_num)
-    if not gone:
-        return original(tree, params)
-    result = original(tree, dataclasses.replace(params, mamba_num=max(0, params.mamba_num - gone)))
+    gone = 0
+    if params.mamba_num > 0 and not kwargs:
+        gone = paths_of(tree).trim(tree, params.mamba_num)
+        params = dataclasses.replace(params, mamba_num=max(0, params.mamba_num - gone))
+    result = original(tree, params, **kwargs)
+    counters.snapshots_evicted += result.mamba_num_evicted
+    counters.pages_evicted += result.num_tokens_evicted // tree.page_size
     result.mamba_num_evicted += gone
     return result
