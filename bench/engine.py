@@ -217,15 +217,15 @@ class Run:
 
 def _publish_config(limits: Limits) -> None:
     """SGLang's components read their settings from a process-wide record."""
-    from sglang.srt.runtime_context import get_context
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     from sglang_dsv4.refusals import DEFAULT_PER_PATH
 
-    args = ServerArgs(model_path="dummy", page_size=limits.page, device="cpu")
+    args = ServerArgs(
+        model_path="dummy", page_size=limits.page, device="cpu", mamba_max_states_per_path=DEFAULT_PER_PATH
+    )
     args._mamba_cache_chunk_size = limits.page  # type: ignore[attr-defined]
     set_global_server_args_for_scheduler(args)
-    get_context().override("bench.engine", mamba_max_states_per_path=DEFAULT_PER_PATH)
 
 
 def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:

@@ -11,6 +11,8 @@ from prefixes import PrefixIndex
 from simulate import Simulation, flash, limits_for, oracle_tokens
 from workloads import PRESETS, Conversations, Piece, Request, TokenSource, Workload, build
 
+from sglang_dsv4.cache.superseded import paths_of
+
 PAGE = 128
 
 
@@ -153,3 +155,28 @@ def test_equal_keys_are_equal_tokens_and_a_stream_is_the_same_every_time():
             prompt = talk.prompt(request)
             talk.answered(request, prompt, talk.drawn_answer(request))
             assert len(prompt) == length
+
+
+def test_nodes_that_are_gone_are_passed_over():
+    """After a flush the record of paths names nodes that no longer exist."""
+    engine = Engine(Limits(pages=100, slots=5 + 8), flash())
+    talk, requests = Conversations(TokenSource()), build("branching", scale=0.1, limit=12).requests
+
+    def serve(request, number):
+        prompt, answer = talk.prompt(request), talk.drawn_answer(request)
+        for _ in engine.start(prompt, answer, number).steps():
+            pass
+        talk.answered(request, prompt, answer)
+
+    for number, request in enumerate(requests[:6]):
+        serve(request, number)
+    paths = paths_of(engine.tree)
+    assert len(paths)
+    engine.tree.reset()
+    engine.pages.clear()
+    engine.pool.clear()
+    engine.pool.mamba_allocator.clear()
+    assert paths.trim(engine.tree, 5) == 0
+    for number, request in enumerate(requests[6:]):
+        serve(request, number)
+    assert engine.snapshots > 0

@@ -17,7 +17,7 @@ from typing import Any
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.habits import ANSWER, ResumeHabits
 
-_REMEMBERED = 1 << 16  # nodes whose shared snapshots are known
+_REMEMBERED = 1 << 16  # nodes of which anything is known; the oldest are forgotten
 
 
 class SupersededPaths:
@@ -36,6 +36,9 @@ class SupersededPaths:
         self._prompts: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._answers: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._prompts) + len(self._answers)
+
     def extended(self, tail: int) -> None:
         """A snapshot was inserted at node `tail`."""
         if self.kind is None:
@@ -46,6 +49,8 @@ class SupersededPaths:
         group = self._answers if self.kind == ANSWER else self._prompts
         group[tail] = self.shared
         group.move_to_end(tail)
+        if len(group) > _REMEMBERED:
+            group.popitem(last=False)
 
     def share(self, node: int, above: tuple[int, ...]) -> tuple[int, ...]:
         """The snapshot at `node` is there for others, like those `above` it; returns all of them."""
