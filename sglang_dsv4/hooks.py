@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 
 
 @dataclass(frozen=True)
@@ -209,14 +210,50 @@ def _checkpoint(original: Callable[..., Any], self: Any, req: Any, *, up_to: int
         original(self, req, up_to=up_to, **kwargs)
         return
     from sglang_dsv4.cache.debug import audit_enabled
-    from sglang_dsv4.cache.publish import publish_interior_snapshots
+    from sglang_dsv4.cache.publish import checkpoint
 
-    publish_interior_snapshots(original, self, req, up_to=up_to, **kwargs)
-    original(self, req, up_to=up_to, **kwargs)
+    checkpoint(original, self, req, up_to=up_to, **kwargs)
     if audit_enabled() and not self.disable:
         from sglang_dsv4.cache.audit import audit
 
         audit(self)
+
+
+def _evict_for_alloc(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    if not isinstance(self.req_to_token_pool, SlotReqToTokenPool):
+        return original(self, *args, **kwargs)
+    from sglang_dsv4.cache.superseded import evict_for_alloc
+
+    return evict_for_alloc(original, self, *args, **kwargs)
+
+
+def _cache_action(original: Callable[..., Any], self: Any, action: Any) -> None:
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    if isinstance(self.req_to_token_pool, SlotReqToTokenPool):
+        from sglang_dsv4.cache.superseded import defer
+
+        if defer(self, action):
+            return
+    original(self, action)
+
+
+def _report(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    tree = getattr(getattr(self, "scheduler", None), "tree_cache", None)
+    if isinstance(getattr(tree, "req_to_token_pool", None), SlotReqToTokenPool):
+        from sglang_dsv4.cache.metrics import Reporter
+
+        reporter = getattr(self, "_dsv4_reporter", None)
+        if reporter is None:
+            labels = self.metrics_collector.labels if self.current_scheduler_metrics_enabled else None
+            reporter = self._dsv4_reporter = Reporter(labels)
+        reporter.report(tree, logs=self.is_stats_logging_rank)
+    return result
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -291,6 +328,25 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req", "up_to", "kwargs"),
         _checkpoint,
         "a request keeps one snapshot of its prompt only",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
+        ("self", "params", "allocation_reclaim_satisfied"),
+        _evict_for_alloc,
+        "snapshots that a conversation has left behind outlive those that others need",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._apply_cache_action",
+        ("self", "action"),
+        _cache_action,
+        "snapshots of a path are dropped while there is room",
+    ),
+    *(
+        Hook(f"{_REPORTER}.{name}", expected, _report, "neither the log nor /metrics says what the cache does")
+        for name, expected in (
+            ("report_prefill_stats", ("self", "batch", "prefill_stats", "can_run_cuda_graph", "dp_cooperation_info")),
+            ("report_decode_stats", ("self", "can_run_cuda_graph", "running_batch", "num_generated_tokens")),
+        )
     ),
 )
 

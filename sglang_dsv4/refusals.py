@@ -30,6 +30,8 @@ REFERENCE = "SGLANG_DSV4_REFERENCE"
 
 DEFAULT_PAGE = 128  # tokens
 DEFAULT_RUNNING = 256  # requests; the in-tree model's default
+# Snapshots that a path keeps when slots run out; see cache/superseded.py
+DEFAULT_PER_PATH = 1
 ONE_REQUEST_PAGES = 3  # see check_pool_tokens
 TRACK_INTERVAL_UNSET = 256  # SGLang's own default; the record does not say whether the user typed it
 
@@ -396,8 +398,10 @@ def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | Non
         **_attention_backends(args, notes),
     }
     running = _value(args, "max_running_requests")
+    per_path = _value(args, "mamba_max_states_per_path")
     declarations = {
         "mamba_track_interval": interval,
+        "mamba_max_states_per_path": DEFAULT_PER_PATH if per_path in (None, -1) else per_path,
         "max_running_requests": DEFAULT_RUNNING if running is None else running,
         **_graphs(args),
     }

@@ -58,7 +58,7 @@ class Answer:
 
     logprobs[i] belongs to output_ids[i]; runner_up[i] is the second-best logprob at that position (empty
     where the server was not asked). Times are seconds from sending: first_token_s to the first token's
-    arrival.
+    arrival; arrivals are (time, tokens so far) of every event that brought tokens.
     """
 
     prompt_tokens: int
@@ -68,6 +68,7 @@ class Answer:
     runner_up: tuple[float, ...]
     first_token_s: float
     total_s: float
+    arrivals: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,15 +155,16 @@ class Client:
         if logprobs:
             body |= {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 2}
         start = time.perf_counter()
-        first: float | None = None
+        arrivals: list[tuple[float, int]] = []
         last: dict[str, Any] = {}
         for event in self._events("/generate", body):
             if "error" in event:
                 error = event["error"]
                 text = error.get("message", error) if isinstance(error, dict) else error
                 raise ServerError(f"{self.url} refused a request: {_one_line(text)}")
-            if first is None and event.get("output_ids"):
-                first = time.perf_counter() - start
+            tokens = len(event.get("output_ids") or ())
+            if tokens > (arrivals[-1][1] if arrivals else 0):
+                arrivals.append((time.perf_counter() - start, tokens))
             last = event
         total = time.perf_counter() - start
         try:
@@ -180,8 +182,9 @@ class Client:
                 output_ids=ids,
                 logprobs=tuple(float(p[0]) for p in meta.get("output_token_logprobs") or ()),
                 runner_up=tuple(float(p[1][0]) for p in meta.get("output_top_logprobs") or ()),
-                first_token_s=total if first is None else first,
+                first_token_s=arrivals[0][0] if arrivals else total,
                 total_s=total,
+                arrivals=tuple(arrivals),
             )
         except (KeyError, TypeError, IndexError) as error:
             raise ServerError(f"{self.url} sent an answer without {error}") from None

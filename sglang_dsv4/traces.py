@@ -32,11 +32,13 @@ _KEPT_FIELDS = ("t", "type", "in", "out")
 
 @dataclass(frozen=True)
 class Request:
-    """One recorded request: lengths in recorded tokens, hash ids of the prompt's 64-token blocks."""
+    """One recorded request: lengths in recorded tokens, hash ids of the prompt's 64-token blocks, seconds since the
+    session began."""
 
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def load(path: Path) -> Trace:
             name=str(raw["id"]),
             block_size=int(raw["block_size"]),
             system_tokens=int(raw["tool_tokens"]) + int(raw["system_tokens"]),
-            requests=tuple(Request(int(r["in"]), int(r["out"]), tuple(_blocks(r))) for r in raw["requests"]),
+            requests=tuple(
+                Request(int(r["in"]), int(r["out"]), tuple(_blocks(r)), float(r.get("t", 0))) for r in raw["requests"]
+            ),
         )
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a coding-agent trace: {error!r}") from None
@@ -151,7 +155,7 @@ def _session(trace: Trace, turns: int, system_blocks: int, scale: Fraction) -> S
             # The last block of a recorded prompt is often partial and hashes differently once it is full.
             grows = common >= previous.input_tokens // trace.block_size - 1
             if grows:
-                new = _shorten(new, plan[-1].answer)
+                new = shorten(new, plan[-1].answer)
             if not new:
                 new = [(request.blocks[-1], MIN_NEW_TOKENS)]
             plan.append(Turn(None if grows else tokens_before(common), tuple(new), answer))
@@ -159,7 +163,7 @@ def _session(trace: Trace, turns: int, system_blocks: int, scale: Fraction) -> S
     return Session(trace.name, tokens_before(system_blocks), tuple(plan))
 
 
-def _shorten(new: list[tuple[int, int]], answer: int) -> list[tuple[int, int]]:
+def shorten(new: list[tuple[int, int]], answer: int) -> list[tuple[int, int]]:
     """Drop the previous answer's tokens from the front, which in the recording held it; keep a few."""
     total = sum(count for _, count in new)
     drop = max(0, min(answer, total - MIN_NEW_TOKENS))

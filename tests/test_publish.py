@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from sglang_dsv4.cache import publish
+from sglang_dsv4.cache.habits import ANSWER, PROMPT, ResumeHabits
 from sglang_dsv4.cache.interior import InteriorSnapshot, InteriorSnapshots
+
+USER = -5  # of a prompt that holds none
 
 
 class Allocator:
@@ -60,7 +63,10 @@ class Tree:
 def setup(free, evictable=(), requests=1):
     allocator = Allocator(free)
     pool = SimpleNamespace(
-        mamba_allocator=allocator, interior=InteriorSnapshots(), get_mamba_ping_pong_other_idx=lambda i: 1 - i
+        mamba_allocator=allocator,
+        interior=InteriorSnapshots(),
+        user_token=USER,
+        get_mamba_ping_pong_other_idx=lambda i: 1 - i,
     )
     tree = Tree(pool, evictable)
     reqs = [request(row) for row in range(1, requests + 1)]
@@ -81,6 +87,8 @@ def request(row, *, prefix=0, end=1340, prompt=1340, branch=640):
         prefix_len=prefix,
         extend_end=end,
         full_untruncated_fill_ids=range(prompt),
+        origin_input_ids=list(range(prompt)),
+        last_node=7,
         mamba_branching_seqlen=branch,
         finished_reason=None,
     )
@@ -162,3 +170,47 @@ def test_waiting_snapshots_belong_to_their_row_only():
     assert waiting.take(4) == [] and waiting.take(None) == []
     assert [s.length for s in waiting.take(3)] == [128]
     assert waiting.take(3) == []
+
+
+def test_the_end_of_the_system_prompt_is_taken_at_once_and_known_as_shared():
+    batch, pool, _ = setup(range(10, 20))
+    batch.reqs[0].origin_input_ids[700] = USER
+    batch.reqs[0].mamba_branching_seqlen = None
+    publish.plan_snapshots(batch, batch.reqs[0])
+    assert [(s.length, s.shared) for s in pool.interior.waiting(1)] == [(640, True)]
+
+
+def test_a_chunks_end_is_no_snapshot_where_it_would_push_out_one_that_others_use():
+    batch, pool, tree = setup([10, 11], evictable=range(200, 206))
+    batch.reqs[0] = request(1, end=512, prompt=9000, branch=None)
+    entry = publish.plan_snapshots(batch, batch.reqs[0])
+    assert not entry.track_mask and batch.reqs[0].kv.mamba_last_track_seqlen is None
+    assert pool.mamba_allocator.free_slots == [10, 11] and len(tree.evictable) == 6
+    pool.mamba_allocator.free_slots += [12, 13]
+    assert publish.plan_snapshots(batch, batch.reqs[0]).track_seqlen == 512
+
+
+def test_where_no_answers_end_is_ever_resumed_most_of_them_are_not_published():
+    habits = ResumeHabits()
+    for node in range(40):
+        habits.published(node, PROMPT)
+        habits.published(1000 + node, ANSWER, behind=node)
+    assert all(habits.keep_answer_end() for _ in range(20))
+    for node in range(40):
+        habits.resumed(node)
+    assert sum(habits.keep_answer_end() for _ in range(32)) == 4
+    assert not habits.prompt_ends_are_spent()
+
+
+def test_prompt_ends_are_spent_only_while_conversations_resume_at_answers():
+    habits = ResumeHabits()
+    for node in range(300):
+        habits.published(node, PROMPT)
+        habits.published(1000 + node, ANSWER, behind=node)
+    assert not habits.prompt_ends_are_spent()
+    for node in range(40):
+        habits.resumed(1000 + node)
+    assert habits.prompt_ends_are_spent() and habits.keep_answer_end()
+    for node in range(100, 120):
+        habits.resumed(node)
+    assert not habits.prompt_ends_are_spent()

@@ -134,6 +134,7 @@ def test_defaults_where_the_user_set_nothing():
     }
     assert outcome.declarations == {
         "mamba_track_interval": 128,
+        "mamba_max_states_per_path": 1,
         "max_running_requests": 256,
         "disable_prefill_cuda_graph": True,
     }

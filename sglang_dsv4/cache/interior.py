@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 class InteriorSnapshot(NamedTuple):
-    """State after `length` tokens, in `slot` (int64 [1])."""
+    """State after `length` tokens, in `slot` (int64 [1]). A shared one is there for other conversations."""
 
     length: int
     slot: Tensor
+    shared: bool = False
 
 
 class InteriorSnapshots:
@@ -28,7 +29,9 @@ class InteriorSnapshots:
         self.publishing: Tensor | None = None  # slot that is going into the tree right now
 
     def add(self, row: int, snapshot: InteriorSnapshot) -> None:
-        self._waiting.setdefault(row, []).append(snapshot)
+        waiting = self._waiting.setdefault(row, [])
+        waiting.append(snapshot)
+        waiting.sort(key=lambda one: one.length)
 
     def waiting(self, row: int) -> list[InteriorSnapshot]:
         """Ascending by length."""

@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_dsv4.geometry import WINDOW
+
+# Tokens between the rungs of a long prompt's ladder, and between those of them that may displace a superseded
+# snapshot; the others take free slots only while many are free. docs/tuning.md shows what other distances give.
+LADDER, COARSE = 2048, 8192
+
+
+class Positions(NamedTuple):
+    """Ascending page boundaries whose state an extend step should keep.
+
+    needed   a later request is expected to resume there: worth another, older snapshot
+    rungs    somebody may branch near there: worth a slot that nobody else wants
+    """
+
+    needed: tuple[int, ...]
+    rungs: tuple[int, ...]
+
+    @property
+    def last(self) -> int | None:
+        return max((*self.needed, *self.rungs), default=None)
 
 
 @dataclass(frozen=True)
@@ -12,24 +32,42 @@ class SnapshotPolicy:
     """Snapshots of a prefill, at page boundaries only.
 
     page_size  tokens; every compressor tail is empty at its multiples
+    ladder     tokens between rungs, 0 for none
     """
 
     page_size: int
+    ladder: int = LADDER
 
     def positions(
-        self, *, prefix_len: int, extend_end: int, prompt_len: int, branch: int | None
-    ) -> list[int]:
-        """Ascending positions in (prefix_len, extend_end] whose state this extend step must keep.
+        self,
+        *,
+        prefix_len: int,
+        extend_end: int,
+        prompt_len: int,
+        branch: int | None = None,
+        system_end: int | None = None,
+    ) -> Positions:
+        """Positions in (prefix_len, extend_end] whose state this extend step should keep.
 
-        branch  where cached text goes on differently, if the tree reported it: the next request that shares it
-                resumes there
-        The last one is the end of the step. A prompt of whole pages also keeps the page before: a match is capped
-        one token short of the prompt, so its exact repeat can resume only there.
+        branch      where cached text goes on differently, if the tree reported it: the next request that shares it
+                    resumes there
+        system_end  tokens before the first user message: other conversations share them, this one's second request on
+        Needed besides: the last page boundary of the prompt. A prompt of whole pages also keeps the page before: a
+        match is capped one token short of the prompt, so its exact repeat can resume only there. Where a prompt goes
+        on after the step, the step's end is a rung like the others.
         """
-        page = self.page_size
-        wanted = {extend_end // page * page}
-        if extend_end == prompt_len:
-            wanted.add((prompt_len - 1) // page * page)
-        if branch is not None:
-            wanted.add(branch // page * page)
-        return sorted(p for p in wanted if prefix_len + WINDOW <= p <= extend_end)
+        needed = {self._floor(prompt_len), self._floor(prompt_len - 1)}
+        needed |= {self._floor(mark) for mark in (branch, system_end) if mark is not None}
+        kept = self._within(needed, prefix_len, extend_end)
+        rungs = {self._floor(extend_end)}
+        if self.ladder:
+            first = prefix_len // self.ladder * self.ladder + self.ladder
+            rungs |= {self._floor(rung) for rung in range(first, extend_end, self.ladder)}
+        return Positions(kept, tuple(p for p in self._within(rungs, prefix_len, extend_end) if p not in kept))
+
+    def _floor(self, length: int) -> int:
+        return length // self.page_size * self.page_size
+
+    @staticmethod
+    def _within(positions: set[int], prefix_len: int, extend_end: int) -> tuple[int, ...]:
+        return tuple(sorted(p for p in positions if prefix_len + WINDOW <= p <= extend_end))

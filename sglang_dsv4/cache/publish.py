@@ -7,7 +7,6 @@ the tree first. Publishing is best effort: with no slot to spare a snapshot is d
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +14,13 @@ from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from torch import Tensor
 
+from sglang_dsv4.cache.counters import counters
+from sglang_dsv4.cache.habits import ANSWER, INNER, PROMPT
 from sglang_dsv4.cache.interior import InteriorSnapshot
-from sglang_dsv4.cache.policy import SnapshotPolicy
+from sglang_dsv4.cache.policy import COARSE, SnapshotPolicy
+from sglang_dsv4.cache.superseded import paths_of
 
-logger = logging.getLogger(__name__)
-
-
-class PublishCounters:
-    """What became of the snapshots that the policy wanted."""
-
-    def __init__(self) -> None:
-        self.interior_published = 0
-        self.interior_refused = 0
-
-
-counters = PublishCounters()
+USER_TOKEN = "<｜User｜>"
 
 
 def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
@@ -37,33 +28,66 @@ def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
     kv, pool, tree = req.kv, batch.req_to_token_pool, batch.tree_cache
     for stale in pool.interior.take(kv.req_pool_idx):
         pool.mamba_allocator.free(stale.slot)
-    policy = SnapshotPolicy(tree.page_size)
-    wanted = policy.positions(
+    track_position = kv.mamba_next_track_idx
+    shared = tree.supports_prefix_sharing()
+    if shared:
+        _note_resume(tree, req)
+    system_end = _system_end(pool, req)
+    wanted = SnapshotPolicy(tree.page_size).positions(
         prefix_len=req.prefix_len,
         extend_end=req.extend_end,
         prompt_len=len(req.full_untruncated_fill_ids),
         branch=req.mamba_branching_seqlen,
+        system_end=system_end,
     )
-    track_position = kv.mamba_next_track_idx
-    if not wanted:
+    last = wanted.last
+    if last in wanted.rungs and not (shared and _room_for_rung(batch)):
+        last = max(wanted.needed, default=None)
+    if shared:
+        row = kv.req_pool_idx
+        for length in wanted.needed:
+            if length != last:
+                shared_end = system_end is not None and length == system_end // tree.page_size * tree.page_size
+                _take_interior(batch, row, length, _spare_slot, shared=shared_end)
+        for length in wanted.rungs:
+            if length < (last or 0):
+                _take_interior(batch, row, length, _fine_slot if length % COARSE else _rung_slot, shared=False)
+    if last is None:
+        kv.mamba_last_track_seqlen = None  # the step before may have left one that was published since
         return _MambaRadixCacheV2TrackEntry(track_mask=False, track_position=track_position, track_seqlen=-1)
-    *interior, last = wanted
-    if tree.supports_prefix_sharing():
-        for length in interior:
-            slot = _spare_slot(batch)
-            if slot is None:
-                counters.interior_refused += 1
-            else:
-                pool.interior.add(kv.req_pool_idx, InteriorSnapshot(length, slot))
     kv.mamba_last_track_idx = track_position
     kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(track_position)
     kv.mamba_last_track_seqlen = last
     return _MambaRadixCacheV2TrackEntry(track_mask=True, track_position=track_position, track_seqlen=last)
 
 
-def publish_interior_snapshots(
-    insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any
-) -> None:
+def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    """Hand a request's snapshots to the tree: the interior ones, then the last.
+
+    insert  SGLang's `checkpoint_into_tree`
+    """
+    paths = paths_of(tree)
+    publish_interior_snapshots(insert, tree, req, up_to=up_to, **kwargs)
+    prompt = len(req.origin_input_ids)
+    answered = req.finished() and (req.kv.mamba_last_track_seqlen or 0) > prompt
+    if answered and not paths.habits.keep_answer_end():
+        req.kv.mamba_last_track_seqlen = None
+        counters.skipped += 1
+    paths.kind = ANSWER if answered else PROMPT if up_to >= prompt else INNER
+    paths.behind = getattr(req, "_dsv4_prompt_end", None) if answered else None
+    paths.shared = getattr(req, "_dsv4_shared", ())
+    offered = 1 if req.kv.mamba_last_track_seqlen and not tree.disable else 0
+    before = counters.published
+    try:
+        insert(tree, req, up_to=up_to, **kwargs)
+    finally:
+        kind, paths.kind, paths.behind, paths.shared = paths.kind, None, None, ()
+    counters.duplicates += max(0, offered - (counters.published - before))
+    if kind == PROMPT:
+        req._dsv4_prompt_end = req.last_node
+
+
+def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
     """Put waiting interior snapshots into the tree, shallow first, by the tree's own insert of an unfinished request.
 
     insert  SGLang's `checkpoint_into_tree`, called once for each; the caller inserts the last position afterwards
@@ -75,18 +99,57 @@ def publish_interior_snapshots(
     last, previous, reason = kv.mamba_last_track_seqlen, kv.mamba_prev_track_seqlen, req.finished_reason
     # A finished request would hand over its tracking slots with the first insert; it has one more to come.
     req.finished_reason = None
+    paths = paths_of(tree)
     try:
         for snapshot in waiting:
             if tree.disable or not kv.cache_protected_len < snapshot.length <= up_to:
                 pool.mamba_allocator.free(snapshot.slot)
                 continue
-            kv.mamba_last_track_seqlen = snapshot.length
+            kv.mamba_last_track_seqlen, paths.kind = snapshot.length, INNER
+            paths.shared = getattr(req, "_dsv4_shared", ())
             with pool.interior.publish(snapshot.slot):
                 insert(tree, req, up_to=up_to, **kwargs)
             counters.interior_published += 1
+            if snapshot.shared:
+                req._dsv4_shared = paths.share(req.last_node, paths.shared)
     finally:
-        req.finished_reason = reason
+        req.finished_reason, paths.kind, paths.shared = reason, None, ()
         kv.mamba_last_track_seqlen, kv.mamba_prev_track_seqlen = last, previous
+
+
+def _note_resume(tree: Any, req: Any) -> None:
+    """Count where the request resumed, once."""
+    if not getattr(req, "_dsv4_counted", False):
+        req._dsv4_counted = True
+        kind = "nowhere"
+        if req.prefix_len:
+            paths = paths_of(tree)
+            kind = paths.habits.resumed(req.last_node)
+            req._dsv4_shared = paths.shared_above(req.last_node)
+        counters.hits[kind] += 1
+        counters.hit_tokens[kind] += req.prefix_len
+
+
+def _system_end(pool: Any, req: Any) -> int | None:
+    """Tokens before the first user message, if this step computes them; None where there is no telling."""
+    if pool.user_token is None:
+        tokenizer = getattr(req, "tokenizer", None)
+        found = tokenizer.convert_tokens_to_ids(USER_TOKEN) if tokenizer is not None else None
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        pool.user_token = -1 if found is None or found == unknown else int(found)
+    try:
+        end: int = req.origin_input_ids.index(pool.user_token, 0, req.extend_end)
+    except ValueError:
+        return None
+    return end
+
+
+def _take_interior(batch: Any, row: int, length: int, take: Callable[[Any], Tensor | None], *, shared: bool) -> None:
+    slot = take(batch)
+    if slot is None:
+        counters.interior_refused += 1
+    else:
+        batch.req_to_token_pool.interior.add(row, InteriorSnapshot(length, slot, shared))
 
 
 def _spare_slot(batch: Any) -> Tensor | None:
@@ -98,8 +161,26 @@ def _spare_slot(batch: Any) -> Tensor | None:
     reserve = len(batch.reqs) + 1
     if allocator.available_size() + tree.mamba_evictable_size() <= reserve:
         return None
-    slot = allocator.alloc(1)
+    slot: Tensor | None = allocator.alloc(1)
     if slot is None:
         tree.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
         slot = allocator.alloc(1)
     return slot
+
+
+def _room_for_rung(batch: Any) -> bool:
+    """Whether a slot is free that nobody wants, if need be after a superseded snapshot has gone."""
+    allocator, tree = batch.req_to_token_pool.mamba_allocator, batch.tree_cache
+    short = len(batch.reqs) + 2 - int(allocator.available_size())
+    return short <= 0 or paths_of(tree).trim(tree, short) >= short
+
+
+def _rung_slot(batch: Any) -> Tensor | None:
+    """int64 [1]: a slot for a rung, which displaces superseded snapshots only."""
+    return batch.req_to_token_pool.mamba_allocator.alloc(1) if _room_for_rung(batch) else None
+
+
+def _fine_slot(batch: Any) -> Tensor | None:
+    """int64 [1]: a slot for a rung between the coarse ones, while a quarter of all slots is free."""
+    allocator = batch.req_to_token_pool.mamba_allocator
+    return allocator.alloc(1) if allocator.available_size() > max(allocator.size // 4, len(batch.reqs) + 1) else None

@@ -11,8 +11,8 @@ from sglang_dsv4.geometry import Geometry
 
 # State slots that SGLang needs per running request with overlap scheduling: live, two tracking, two in flight.
 SLOTS_PER_REQUEST = 5
-# Part of the memory beyond the fixed share that becomes snapshots, the rest becomes pages.
-SNAPSHOT_SHARE = 0.2
+# Part of the memory beyond the fixed share that becomes snapshots, the rest becomes pages. Measured: docs/tuning.md.
+SNAPSHOT_SHARE = 0.28
 # Requests may not take more than this part of the memory for state before anything is cached.
 FIXED_SHARE_LIMIT = 0.5
 
@@ -45,8 +45,17 @@ def plan_slots(geometry: Geometry, available_bytes: int, max_running_requests: i
             f"{int((per_request + dummies) / FIXED_SHARE_LIMIT) + 1} bytes; raise --mem-fraction-static"
         )
     spare = available_bytes - dummies - requests * per_request
-    snapshots = int(spare * SNAPSHOT_SHARE // geometry.slot_bytes)
-    return SlotPlan(requests, SLOTS_PER_REQUEST * requests + snapshots)
+    return SlotPlan(requests, SLOTS_PER_REQUEST * requests + split_bytes(geometry, spare)[1])
+
+
+def split_bytes(geometry: Geometry, spare_bytes: int, share: float | None = None) -> tuple[int, int]:
+    """(pages, snapshots) for the bytes that running requests do not hold as state.
+
+    share  of the bytes that becomes snapshots; SNAPSHOT_SHARE if not given
+    """
+    snapshots = int(spare_bytes * (SNAPSHOT_SHARE if share is None else share) // geometry.slot_bytes)
+    left = spare_bytes - snapshots * geometry.slot_bytes
+    return int(left / geometry.token_alloc_bytes) // geometry.page_size, snapshots
 
 
 def fit_tokens(geometry: Geometry, available_bytes: int) -> int:
@@ -66,13 +75,9 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
         self.request_rows = request_rows
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        return self._config(
-            fit_tokens(self.geometry, available_bytes - self.geometry.tail_bytes(self.request_rows))
-        )
+        return self._config(fit_tokens(self.geometry, available_bytes - self.geometry.tail_bytes(self.request_rows)))
 
-    def calculate_pool_sizes_from_max_tokens(
-        self, max_total_num_tokens: int, page_size: int
-    ) -> MemoryPoolConfig:
+    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
         return self._config(max_total_num_tokens // self.geometry.page_size * self.geometry.page_size)
 
     @staticmethod

@@ -23,16 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _geometry: ContextVar[Geometry] = ContextVar("geometry of the pools under construction")
+_store_device: ContextVar[str | None] = ContextVar("device of their stores", default=None)
 
 
 @contextmanager
-def building(geometry: Geometry) -> Iterator[None]:
-    """SGLang constructs the request pool with its own arguments; this hands our constructors the geometry."""
-    token = _geometry.set(geometry)
+def building(geometry: Geometry, *, store_device: str | None = None) -> Iterator[None]:
+    """SGLang constructs the request pool with its own arguments; this hands our constructors the geometry.
+
+    store_device  where the bytes go if not to the pool's device: "meta" for bookkeeping without bytes
+    """
+    tokens = _geometry.set(geometry), _store_device.set(store_device)
     try:
         yield
     finally:
-        _geometry.reset(token)
+        _geometry.reset(tokens[0])
+        _store_device.reset(tokens[1])
 
 
 class SlotPool(MambaPool):
@@ -45,7 +50,7 @@ class SlotPool(MambaPool):
         self.geometry = geometry
         self.mamba_layer_ids = list(mamba_layer_ids)
         self.num_mamba_layers = len(mamba_layer_ids)
-        self.store = SlotStore(geometry, size + 1, device)
+        self.store = SlotStore(geometry, size + 1, _store_device.get() or device)
         # What SGLang looks up on a state pool; none of these features apply.
         self.debug_memory_pool = False
         self.enable_linear_replayssm = False
@@ -66,9 +71,7 @@ class SlotPool(MambaPool):
 
     def copy_from(self, src_indices: Tensor, dst_indices: Tensor) -> None:
         """Copy whole slots, all layers in one operation (a snapshot into a request's slot at a hit)."""
-        self._ops.copy_state(
-            self.store.slot_windows, self.store.overlaps, src_indices.long(), dst_indices.long()
-        )
+        self._ops.copy_state(self.store.slot_windows, self.store.overlaps, src_indices.long(), dst_indices.long())
 
     def get_cpu_copy(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         return self.store.slot_windows[:, indices].cpu(), self.store.overlaps[:, indices].cpu()
@@ -87,7 +90,9 @@ class SlotReqToTokenPool(HybridReqToTokenPool):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.interior = InteriorSnapshots()
-        self.tails = TailStore(_geometry.get(), self.req_to_token.shape[0], kwargs["device"])
+        self.user_token: int | None = None  # id of the token that begins a user's message; -1 if there is none
+        device = _store_device.get() or kwargs["device"]
+        self.tails = TailStore(_geometry.get(), self.req_to_token.shape[0], device)
         if poison_enabled():
             self.tails.poison()
 

@@ -1,0 +1,103 @@
+"""What a run over a workload comes to: one row a request, and the summary that simulator and replay both write."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+NEVER, BELOW, PAGE, SNAPSHOT, NO_SNAPSHOT = (
+    "never cached",
+    "below one page",
+    "page evicted",
+    "snapshot evicted",
+    "no snapshot near the divergence",
+)
+HIDDEN = "evicted or no snapshot"  # over HTTP the two look alike
+CAUSES = (NEVER, BELOW, PAGE, SNAPSHOT, NO_SNAPSHOT, HIDDEN)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request, in tokens.
+
+    ideal   longest prefix that any earlier prompt or answer began with, short of the last token
+    missed  tokens by cause; they add up to prompt - cached
+    """
+
+    session: str
+    turn: int
+    prompt: int
+    cached: int
+    ideal: int
+    missed: dict[str, int] = field(default_factory=dict)
+
+
+def misses(*, prompt: int, cached: int, ideal: int, page: int, pages_hit: int, best_snapshot: int) -> dict[str, int]:
+    """Why each token of `prompt` beyond `cached` was missed; all in tokens.
+
+    ideal          longest shared prefix, to the token
+    pages_hit      leading tokens whose pages still stood
+    best_snapshot  deepest snapshot that ever stood on the shared pages
+    """
+    reusable = ideal // page * page
+    deepest = max(cached, min(best_snapshot, reusable))
+    standing = max(cached, min(pages_hit, deepest))
+    found = {
+        NEVER: prompt - max(ideal, cached),
+        BELOW: max(0, ideal - max(reusable, cached)),
+        PAGE: deepest - standing,
+        SNAPSHOT: standing - cached,
+        NO_SNAPSHOT: max(0, reusable - deepest),
+    }
+    return {cause: tokens for cause, tokens in found.items() if tokens}
+
+
+def summary(rows: Sequence[Row], page: int) -> dict[str, Any]:
+    """Totals in tokens. `recomputed_over_ideal` is 1.0 for a cache that finds every shared token."""
+    prompt, cached, ideal = (sum(getattr(r, name) for r in rows) for name in ("prompt", "cached", "ideal"))
+    missed: dict[str, int] = defaultdict(int)
+    turns: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        turns[row.turn].append(row)
+        for cause, tokens in row.missed.items():
+            missed[cause] += tokens
+    return {
+        "requests": len(rows),
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "ideal_tokens": ideal,
+        "ideal_whole_pages": sum(r.ideal // page * page for r in rows),
+        "recomputed_tokens": prompt - cached,
+        "recomputed_over_ideal": _ratio(prompt - cached, prompt - ideal),
+        "cached_over_ideal": _ratio(cached, ideal),
+        "hit_rate": _ratio(cached, prompt),
+        "hit_rate_by_turn": {
+            str(t): _ratio(sum(r.cached for r in rs), sum(r.prompt for r in rs)) for t, rs in sorted(turns.items())
+        },
+        "missed_tokens": {cause: missed[cause] for cause in CAUSES if missed[cause]},
+    }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 1.0
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """p50, p90, p95 and p99, nearest rank."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    at = {p: ordered[min(len(ordered) - 1, int(p / 100 * len(ordered)))] for p in (50, 90, 95, 99)}
+    return {f"p{p}": round(v, 6) for p, v in at.items()}
+
+
+def write(path: Path, result: dict[str, Any], rows: Sequence[Row] = ()) -> None:
+    """One JSON object; `rows` are added if given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if rows:
+        result = {**result, "rows": [asdict(r) for r in rows]}
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,278 @@
+"""Replays a workload against any running SGLang server over HTTP and reports what its cache gave.
+
+    python bench/replay.py PRESET|TRACE --url http://HOST:PORT [--users N | --speed X] [--scale X] [--out FILE]
+
+Prompts are token ids; answers are forced to the recorded length. A session's requests wait for each other. With
+`--users N` each of N users sends the next request as soon as it is answered; with `--speed X` requests are sent when
+they arrived in the recording, X times as fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import workloads  # noqa: E402
+from measure import BELOW, HIDDEN, NEVER, Row, percentiles, summary, write  # noqa: E402
+from prefixes import PrefixIndex  # noqa: E402
+from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource, Workload  # noqa: E402
+
+from sglang_dsv4.console import Progress, table  # noqa: E402
+from sglang_dsv4.serving import Answer, Client, ServerError  # noqa: E402
+
+ROLE_TOKENS = {USER: "<｜User｜>", ASSISTANT: "<｜Assistant｜>"}
+GAUGES = {"peak_pages": "sglang_dsv4:pages_in_use", "peak_snapshots": "sglang_dsv4:snapshots_in_use"}
+
+
+@dataclass(frozen=True)
+class ServerTokens(TokenSource):
+    """Token ids that a server's tokenizer knows as ordinary text, and its role tokens."""
+
+    ids: tuple[int, ...] = ()
+
+    def draw(self, key: str, count: int) -> Ids:
+        drawn = super().draw(key, count)
+        return drawn if key in ROLE_TOKENS else np.asarray(self.ids, dtype=np.int64)[drawn]
+
+
+def tokens_of(client: Client, id_range: tuple[int, int] | None) -> ServerTokens:
+    """Role tokens become an ordinary token where the tokenizer does not know them as one."""
+    ids = client.words(id_range).ids
+    roles = []
+    for number, text in enumerate(ROLE_TOKENS.values()):
+        try:
+            found = client.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+        except (ServerError, KeyError, TypeError):
+            found = []
+        roles.append(int(found[0]) if len(found) == 1 else ids[number])
+    return ServerTokens(low=0, high=len(ids), user=roles[0], assistant=roles[1], ids=ids)
+
+
+@dataclass
+class _Sent:
+    request: Request
+    prompt: Ids
+    ideal: int
+    answer: Answer | None = None
+
+
+@dataclass
+class Replay:
+    """One run. `run()` once; then `sent` holds the requests in the order in which they began."""
+
+    client: Client
+    workload: Workload
+    source: TokenSource
+    page: int
+    users: int = 1
+    speed: float | None = None
+    sent: list[_Sent] = field(default_factory=list)
+    peaks: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def run(self) -> None:
+        """Raises ServerError with the first request that fails."""
+        self._waiting = list(self.workload.requests)
+        self._busy: set[str] = set()
+        self._change = threading.Condition()
+        self._talk, self._index = Conversations(self.source), PrefixIndex(self.page)
+        self._bar = Progress(len(self._waiting), self.workload.name)
+        self._failed: Exception | None = None
+        self._start = time.perf_counter()
+        stop = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(stop,), daemon=True)
+        watcher.start()
+        # Recorded arrivals are an open loop: as many threads as sessions, so that none waits for another's answer.
+        threads = self.users if self.speed is None else len({r.session for r in self._waiting})
+        with ThreadPoolExecutor(min(threads, 512)) as pool:
+            for worker in [pool.submit(self._user) for _ in range(min(threads, 512))]:
+                worker.result()
+        self.seconds = time.perf_counter() - self._start
+        stop.set()
+        watcher.join()
+        if self._failed:
+            raise self._failed
+
+    def _user(self) -> None:
+        while (sent := self._take()) is not None:
+            try:
+                sent.answer = self.client.generate(sent.prompt.tolist(), sent.request.answer, logprobs=False)
+            except ServerError as error:
+                with self._change:
+                    self._failed = self._failed or error
+                    self._change.notify_all()
+                return
+            self._done(sent)
+
+    def _take(self) -> _Sent | None:
+        """The next request that may be sent, or None when there is none left."""
+        with self._change:
+            while self._waiting and not self._failed:
+                request = next((r for r in self._waiting if r.session not in self._busy), None)
+                delay = None if request is None else self._delay(request)
+                if request is None or delay:
+                    self._change.wait(delay)
+                    continue
+                self._waiting.remove(request)
+                self._busy.add(request.session)
+                prompt = self._talk.prompt(request)
+                ideal = min(self._index.walk(prompt).tokens, len(prompt) - 1)
+                self._index.add(prompt)
+                self.sent.append(_Sent(request, prompt, ideal))
+                return self.sent[-1]
+            return None
+
+    def _delay(self, request: Request) -> float:
+        if self.speed is None:
+            return 0.0
+        return max(0.0, self._start + request.arrival / self.speed - time.perf_counter())
+
+    def _done(self, sent: _Sent) -> None:
+        assert sent.answer is not None
+        with self._change:
+            self._talk.answered(sent.request, sent.prompt, list(sent.answer.output_ids))
+            self._index.add(np.concatenate([sent.prompt, np.asarray(sent.answer.output_ids, dtype=np.int64)]))
+            self._busy.discard(sent.request.session)
+            self._bar.step(sent.request.session)
+            self._change.notify_all()
+
+    def _watch(self, stop: threading.Event) -> None:
+        """Peaks from /metrics, where the server has them."""
+        while True:
+            found = gauges(self.client.url)
+            for peak, name in GAUGES.items():
+                if name in found:
+                    self.peaks[peak] = max(self.peaks.get(peak, 0), int(found[name]))
+            if stop.wait(1.0):
+                return
+
+    def rows(self) -> list[Row]:
+        rows = []
+        for sent in self.sent:
+            assert sent.answer is not None
+            prompt, cached = len(sent.prompt), sent.answer.cached_tokens
+            whole = sent.ideal // self.page * self.page
+            missed = {
+                NEVER: prompt - max(sent.ideal, cached),
+                BELOW: max(0, sent.ideal - max(whole, cached)),
+                HIDDEN: max(0, whole - cached),
+            }
+            found = {cause: tokens for cause, tokens in missed.items() if tokens}
+            rows.append(Row(sent.request.session, sent.request.turn, prompt, cached, sent.ideal, found))
+        return rows
+
+    def times(self) -> dict[str, Any]:
+        """Seconds to the first token and between tokens, and tokens a second of the whole run."""
+        answers = [sent.answer for sent in self.sent if sent.answer is not None]
+        gaps = []
+        for answer in answers:
+            for (before, had), (now, have) in zip(answer.arrivals, answer.arrivals[1:], strict=False):
+                gaps += [(now - before) / (have - had)] * (have - had)
+        prompt = sum(a.prompt_tokens for a in answers)
+        generated = sum(len(a.output_ids) for a in answers)
+        return {
+            "ttft_s": percentiles(a.first_token_s for a in answers),
+            "inter_token_s": percentiles(gaps),
+            "prompt_tokens_per_s": round(prompt / self.seconds, 2),
+            "answer_tokens_per_s": round(generated / self.seconds, 2),
+            "ttft_samples_s": [round(a.first_token_s, 5) for a in answers],
+        }
+
+
+def gauges(url: str) -> dict[str, float]:
+    """The server's metrics without labels, by name; empty where it has none."""
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url}/metrics", timeout=5) as response:
+            text = response.read().decode(errors="replace")
+    except OSError:
+        return {}
+    found = re.findall(r"^([\w:]+)(?:\{[^}]*\})? ([-+.\deE]+)$", text, re.M)
+    return {name: float(value) for name, value in found}
+
+
+def replay(
+    client: Client,
+    workload: Workload,
+    *,
+    users: int,
+    speed: float | None,
+    source: TokenSource,
+    system: str,
+    flush: bool = True,
+) -> dict[str, Any]:
+    """The report of one run, as written to JSON. Raises ServerError."""
+    info = client.info()
+    longest = max(n + r.answer for n, r in zip(workload.lengths(), workload.requests, strict=True))
+    if longest > info.max_prompt:
+        raise ServerError(f"a request has {longest} tokens but {client.url} takes {info.max_prompt}; use --scale")
+    if flush:
+        client.flush()
+    run = Replay(client, workload, source, info.page_size, users, speed)
+    run.run()
+    return {
+        "system": system,
+        "workload": workload.name,
+        "url": client.url,
+        "server": {"version": info.version, "device": info.device, "page": info.page_size},
+        "users": users if speed is None else None,
+        "speed": speed,
+        **summary(run.rows(), info.page_size),
+        **run.times(),
+        **{name: run.peaks.get(name) for name in GAUGES},
+        "seconds": round(run.seconds, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Replay a workload against a running SGLang server.")
+    parser.add_argument("workload", help=f"{', '.join(workloads.PRESETS)}, or the path of a recording")
+    parser.add_argument("--url", required=True, help="http://HOST:PORT")
+    parser.add_argument("--path", type=Path, help="recording for coding-agent or mooncake")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
+    parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
+    parser.add_argument("--limit", type=int, help="requests to take from the beginning")
+    parser.add_argument("--users", type=int, default=1, help="requests in flight, closed loop (1)")
+    parser.add_argument("--speed", type=float, help="recorded arrivals, this many times as fast, instead of --users")
+    parser.add_argument("--token-ids", metavar="LOW:HIGH", help="ordinary token ids, for a server without tokenizer")
+    parser.add_argument("--system", default="ours", help="name of the system in reports")
+    parser.add_argument("--keep-cache", action="store_true", help="do not flush the server's cache first")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    args = parser.parse_args()
+    try:
+        low, _, high = (args.token_ids or "").partition(":")
+        id_range = (int(low), int(high)) if args.token_ids else None
+        built = workloads.build(args.workload, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
+        client = Client(args.url)
+        result = replay(
+            client,
+            built,
+            users=args.users,
+            speed=args.speed,
+            source=tokens_of(client, id_range),
+            system=args.system,
+            flush=not args.keep_cache,
+        )
+    except (OSError, ValueError, ServerError) as error:
+        sys.exit(f"replay: {error}")
+    shown = [(key, value) for key, value in result.items() if not isinstance(value, list)]
+    print(table(("figure", "value"), shown, left=2))
+    if args.out:
+        write(args.out, {"runs": [result]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Runs a workload through SGLang's own tree with our pools and policy, without a model.
+
+    python bench/simulate.py PRESET|TRACE [--scale X] [--memory ample|third|BYTES] [--users N] [--out FILE]
+
+Cached tokens are what a server would report: exactly so for requests that run one after the other
+(`tests/server/test_simulator.py`). `--users N` lets N requests run at once in a small model of scheduling: prompts
+before answers, a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import belady  # noqa: E402
+import workloads  # noqa: E402
+from engine import Engine, Ids, Limits, Run  # noqa: E402
+from measure import Row, misses, summary, write  # noqa: E402
+from prefixes import PrefixIndex  # noqa: E402
+from workloads import Conversations, Request, TokenSource, Workload  # noqa: E402
+
+from sglang_dsv4.cache.counters import counters  # noqa: E402
+from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST, split_bytes  # noqa: E402
+from sglang_dsv4.console import Progress, table  # noqa: E402
+from sglang_dsv4.geometry import Geometry  # noqa: E402
+
+CONFIG = ROOT / "configs" / "v4_flash.json"
+
+
+def flash(page: int = 128) -> Geometry:
+    return Geometry.from_config(json.loads(CONFIG.read_text()), page_size=page)
+
+
+@dataclass
+class _Active:
+    request: Request
+    prompt: Ids
+    answer: Ids
+    run: Run
+    path: list[int]
+    ideal: int
+    best_snapshot: int
+    steps: Iterator[str]
+    phase: str = "prefill"
+
+
+class Simulation:
+    """One workload on one engine. `run()` once, then read `rows`, `uses` and the engine's peaks."""
+
+    def __init__(
+        self, workload: Workload, engine: Engine, *, users: int = 1, talk: Conversations | None = None
+    ) -> None:
+        self.workload, self.engine, self.users = workload, engine, users
+        self.talk = talk or Conversations(TokenSource())
+        self.page = engine.limits.page
+        self.index = PrefixIndex(self.page)
+        self.snapshots_ever: set[int] = set()
+        self.rows: list[Row] = []
+        self.uses: list[belady.Use] = []
+
+    def run(self, progress: bool = False) -> list[Row]:
+        waiting = deque(self.workload.requests)
+        active: list[_Active] = []
+        bar = Progress(len(waiting), self.workload.name) if progress else None
+        while waiting or active:
+            self._admit(waiting, active)
+            for one in self._turn(active):
+                one.phase = next(one.steps, "done")
+                if one.phase == "done":
+                    active.remove(one)
+                    self._finished(one)
+                    if bar:
+                        bar.step(one.request.session)
+        return self.rows
+
+    def _admit(self, waiting: deque[Request], active: list[_Active]) -> None:
+        """Start requests in the order of arrival while users and memory allow; a session waits for itself."""
+        while waiting and len(active) < self.users:
+            busy = {one.request.session for one in active}
+            request = next((r for r in waiting if r.session not in busy), None)
+            if request is None:
+                return
+            one = self._prepare(request)
+            if not self.engine.admits(one.run):
+                if active:
+                    return
+                raise ValueError(
+                    f"{request.session} turn {request.turn} has {len(one.prompt)} + {request.answer} tokens, more than "
+                    f"{self.engine.limits.pages} pages hold; give more memory"
+                )
+            waiting.remove(request)
+            self._seen(one)
+            active.append(one)
+
+    @staticmethod
+    def _turn(active: list[_Active]) -> list[_Active]:
+        """Whose turn it is: the first request whose prompt is unfinished, or else all that answer."""
+        prompts = [one for one in active if one.phase == "prefill"]
+        return prompts[:1] or list(active)
+
+    def _prepare(self, request: Request) -> _Active:
+        prompt, answer = self.talk.prompt(request), self.talk.drawn_answer(request)
+        run = self.engine.start(prompt, answer, len(self.rows))
+        return _Active(request, prompt, answer, run, [], 0, 0, run.steps())
+
+    def _seen(self, one: _Active) -> None:
+        walk = self.index.walk(one.prompt)
+        one.ideal = min(walk.tokens, len(one.prompt) - 1)
+        usable = walk.pages[: one.ideal // self.page]
+        one.best_snapshot = max(
+            (depth * self.page for depth, page in enumerate(usable, 1) if page in self.snapshots_ever), default=0
+        )
+        whole = np.concatenate([one.prompt, one.answer])
+        self.index.add(one.prompt)
+        one.path = self.index.add(whole)
+        one.run.on_snapshot = lambda length: self.snapshots_ever.add(one.path[length // self.page - 1])
+        self.uses.append(belady.Use(len(one.prompt), one.ideal // self.page, one.path))
+
+    def _finished(self, one: _Active) -> None:
+        self.talk.answered(one.request, one.prompt, one.answer)
+        missed = misses(
+            prompt=len(one.prompt),
+            cached=one.run.cached,
+            ideal=one.ideal,
+            page=self.page,
+            pages_hit=one.run.pages_hit,
+            best_snapshot=one.best_snapshot,
+        )
+        request = one.request
+        self.rows.append(Row(request.session, request.turn, len(one.prompt), one.run.cached, one.ideal, missed))
+
+
+def limits_for(
+    workload: Workload, memory: str, geometry: Geometry, *, users: int, chunk: int, share: float | None = None
+) -> Limits:
+    """Pages and slots for "ample", "third", a fraction such as "0.5", or a number of bytes.
+
+    The bytes are those beyond what running requests hold as state. A fraction is of the bytes of the workload's
+    distinct tokens, but leaves enough pages for its longest request alone. `share` of them becomes snapshots.
+    """
+    page, lengths = geometry.page_size, workload.lengths()
+    longest = max(n + r.answer for n, r in zip(lengths, workload.requests, strict=True))
+    distinct = workloads.distinct_tokens(workload, page)
+    context = longest + 2 * page
+    if memory == "ample":
+        pages = distinct // page + users * (longest // page + 4)
+        steps = sum((n + r.answer) // page + n // chunk for n, r in zip(lengths, workload.requests, strict=True))
+        return Limits(pages, steps + 5 * users + 64, users, chunk, page, context)
+    part = 1 / 3 if memory == "third" else float(memory)
+    relative = part <= 1
+    spare = int(distinct * part * geometry.token_alloc_bytes) if relative else int(part)
+    pages, snapshots = split_bytes(geometry, spare, share)
+    pages = max(pages, longest // page + 4) if relative else pages
+    return Limits(pages, SLOTS_PER_REQUEST * users + snapshots, users, chunk, page, context)
+
+
+def oracle_tokens(simulation: Simulation, geometry: Geometry) -> int:
+    """Cached tokens of the oracle with the same bytes, the running requests' own slots not counted."""
+    limits, page = simulation.engine.limits, geometry.page_size
+    page_bytes = int(page * geometry.token_alloc_bytes)
+    snapshots = limits.slots - SLOTS_PER_REQUEST * limits.running
+    budget = limits.pages * page_bytes + snapshots * geometry.slot_bytes
+    found = belady.cached_tokens(
+        simulation.uses, budget=budget, page_bytes=page_bytes, snapshot_bytes=geometry.slot_bytes, page=page
+    )
+    return sum(found)
+
+
+def simulate(
+    workload: Workload,
+    memory: str,
+    *,
+    users: int = 1,
+    chunk: int = 8192,
+    share: float | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """The report of one run, as written to JSON."""
+    geometry = flash()
+    limits = limits_for(workload, memory, geometry, users=users, chunk=chunk, share=share)
+    before = counters.numbers()
+    start = time.perf_counter()
+    simulation = Simulation(workload, Engine(limits, geometry), users=users)
+    rows = simulation.run(progress)
+    seconds = time.perf_counter() - start
+    known = oracle_tokens(simulation, geometry)
+    result = summary(rows, limits.page)
+    return {
+        "system": "simulator" if share is None else f"share {share}",
+        "workload": workload.name,
+        "memory": memory,
+        "limits": asdict(limits),
+        "bytes": int(limits.pages * limits.page * geometry.token_alloc_bytes) + limits.slots * geometry.slot_bytes,
+        **result,
+        "oracle_tokens": known,
+        "cached_over_oracle": round(result["cached_tokens"] / known, 4) if known else 1.0,
+        "peak_pages": simulation.engine.peak_pages,
+        "peak_snapshots": simulation.engine.peak_snapshots,
+        "counters": {name: count - before[name] for name, count in counters.numbers().items()},
+        "seconds": round(seconds, 2),
+    }
+
+
+def describe(results: Sequence[dict[str, Any]]) -> str:
+    """A line a run."""
+    head = ("workload", "memory", "prompt", "cached", "ideal", "recomputed/ideal", "oracle", "cached/oracle", "s")
+    keys = ("workload", "memory", "prompt_tokens", "cached_tokens", "ideal_tokens", "recomputed_over_ideal")
+    tail = ("oracle_tokens", "cached_over_oracle", "seconds")
+    return table(head, [tuple(r[k] for k in (*keys, *tail)) for r in results], left=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run a workload through the cache without a model.")
+    parser.add_argument("workload", nargs="+", help=f"{', '.join(workloads.PRESETS)}, or the path of a recording")
+    parser.add_argument("--path", type=Path, help="recording for coding-agent or mooncake")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
+    parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
+    parser.add_argument("--limit", type=int, help="requests to take from the beginning")
+    parser.add_argument(
+        "--memory",
+        default="ample,third",
+        help="comma-separated: ample, third, a fraction of the distinct tokens, bytes",
+    )
+    parser.add_argument("--share", help="comma-separated parts of that memory for snapshots, instead of the default")
+    parser.add_argument("--users", type=int, default=1, help="requests that run at once")
+    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of a step")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    results = []
+    try:
+        for name in args.workload:
+            built = workloads.build(name, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
+            shares = [float(share) for share in args.share.split(",")] if args.share else [None]
+            for memory in args.memory.split(","):
+                for share in shares:
+                    results.append(
+                        simulate(built, memory, users=args.users, chunk=args.chunk, share=share, progress=True)
+                    )
+    except (OSError, ValueError) as error:
+        sys.exit(f"simulate: {error}")
+    print(describe(results))
+    if args.out:
+        write(args.out, {"runs": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What became of snapshots and pages since the server began. Host integers of the scheduler's process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counters:
+    """All count upwards.
+
+    published           snapshots that the tree took over
+    interior_published  of them and of the duplicates, those taken beside the last one of an extend step
+    interior_refused    interior snapshots that found no slot to spare
+    duplicates          snapshots that the tree had already; their slots were given back
+    skipped             answers' ends that were not published because none is ever resumed
+    superseded          snapshots dropped because their conversation had gone on
+    snapshots_evicted   snapshots dropped because others were used more recently
+    pages_evicted       pages dropped for that reason
+    hits, hit_tokens    requests that resumed, and what they found, by the kind of place; "nowhere" found nothing
+    """
+
+    published: int = 0
+    interior_published: int = 0
+    interior_refused: int = 0
+    duplicates: int = 0
+    skipped: int = 0
+    superseded: int = 0
+    snapshots_evicted: int = 0
+    pages_evicted: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+
+    def numbers(self) -> dict[str, int]:
+        """The counts that are single numbers, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+
+
+counters = Counters()

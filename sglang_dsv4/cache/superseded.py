@@ -1,0 +1,151 @@
+"""Snapshots that a conversation has left behind go first.
+
+SGLang evicts the snapshot that was not used for longest, whoever owns it. A conversation that goes on leaves
+snapshots behind that only a branch could use, yet they are younger than the one snapshot that a quieter conversation
+needs. SGLang can bound the snapshots of a path (`--mamba-max-states-per-path`): beyond the bound the shallow ones
+that stand at no fork are dropped at every insert, needed or not. Here the bound is 1, and it is applied when a slot is
+needed, to the path that was extended longest ago first; SGLang's own order decides only when no path is over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dsv4.cache.counters import counters
+from sglang_dsv4.cache.habits import ANSWER, ResumeHabits
+
+_REMEMBERED = 1 << 16  # nodes of which anything is known; the oldest are forgotten
+
+
+class SupersededPaths:
+    """Ends of paths that hold more snapshots than they need, the one extended longest ago first.
+
+    Above the end of a prompt everything is superseded but ends of system prompts and forks. Above the end of an answer
+    the prompt's end is too, where conversations resume at answers.
+    """
+
+    def __init__(self) -> None:
+        self.habits = ResumeHabits()
+        self.kind: str | None = None  # of the snapshot that is being inserted
+        self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
+        self.shared: tuple[int, ...] = ()  # nodes above it that other conversations are expected to resume at
+        self._shared_above: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._prompts: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._answers: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._prompts) + len(self._answers)
+
+    def extended(self, tail: int) -> None:
+        """A snapshot was inserted at node `tail`."""
+        if self.kind is None:
+            return
+        self.habits.published(tail, self.kind, self.behind)
+        if self.shared:
+            self._remember(tail, self.shared)
+        group = self._answers if self.kind == ANSWER else self._prompts
+        group[tail] = self.shared
+        group.move_to_end(tail)
+        if len(group) > _REMEMBERED:
+            group.popitem(last=False)
+
+    def share(self, node: int, above: tuple[int, ...]) -> tuple[int, ...]:
+        """The snapshot at `node` is there for others, like those `above` it; returns all of them."""
+        shared = (*above, node)
+        self._remember(node, shared)
+        return shared
+
+    def _remember(self, node: int, shared: tuple[int, ...]) -> None:
+        self._shared_above[node] = shared
+        while len(self._shared_above) > _REMEMBERED:
+            self._shared_above.popitem(last=False)
+
+    def shared_above(self, node: int) -> tuple[int, ...]:
+        """The shared snapshots above `node`, and itself if it is one."""
+        return self._shared_above.get(node, ())
+
+    def clear(self) -> None:
+        self._shared_above.clear()
+        self._prompts.clear()
+        self._answers.clear()
+        self.habits.clear()
+
+    def trim(self, tree: Any, count: int) -> int:
+        """Drop superseded snapshots until `count` are gone or none is left; returns how many went."""
+        gone = self._trim(tree, self._prompts, count)
+        if gone < count and self.habits.prompt_ends_are_spent():
+            gone += self._trim(tree, self._answers, count - gone)
+        counters.superseded += gone
+        return gone
+
+    @staticmethod
+    def _trim(tree: Any, tails: OrderedDict[int, tuple[int, ...]], count: int) -> int:
+        gone = 0
+        while gone < count and tails:
+            tail, shared = tails.popitem(last=False)
+            locks = [lock for node in shared if (lock := _lock(tree, node)) is not None]
+            try:
+                gone += _trim_path(tree, tail)
+            finally:
+                for lock in locks:
+                    tree.unlock(lock)
+        return gone
+
+
+def _lock(tree: Any, node: int) -> Any:
+    """A lock on the snapshot at `node`, None if it is gone."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    try:
+        return tree.lock(node, skip_lock_components=(ComponentType.FULL,))
+    except KeyError:
+        return None
+
+
+def _trim_path(tree: Any, tail: int) -> int:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import BaseEvictionResult
+
+    before = tree.mamba_evictable_size()
+    result = BaseEvictionResult()
+    try:
+        tree.tree_core.evict_excess_path_states(tail, result.device_frees, result.host_frees, result.cache_actions)
+    except KeyError:  # the node itself was evicted meanwhile
+        return 0
+    finally:
+        tree._apply_eviction_result(result)
+    return int(before - tree.mamba_evictable_size())
+
+
+def paths_of(tree: Any) -> SupersededPaths:
+    """The tree's own record."""
+    paths: SupersededPaths | None = getattr(tree, "_dsv4_paths", None)
+    if paths is None:
+        paths = tree._dsv4_paths = SupersededPaths()
+    return paths
+
+
+def defer(tree: Any, action: Any) -> bool:
+    """Whether `action` is SGLang's bound for a path, which is then remembered instead of applied now."""
+    from sglang.srt.mem_cache.unified_cache.cache_action import MambaEvictExcessPathStates
+
+    if not isinstance(action, MambaEvictExcessPathStates):
+        return False
+    counters.published += 1
+    paths_of(tree).extended(action.tail_node_id)
+    return True
+
+
+def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwargs: Any) -> Any:
+    """SGLang's eviction for an allocation, after superseded snapshots have been offered."""
+    gone = 0
+    if params.mamba_num > 0 and not kwargs:
+        gone = paths_of(tree).trim(tree, params.mamba_num)
+        params = dataclasses.replace(params, mamba_num=max(0, params.mamba_num - gone))
+    result = original(tree, params, **kwargs)
+    counters.snapshots_evicted += result.mamba_num_evicted
+    counters.pages_evicted += result.num_tokens_evicted // tree.page_size
+    result.mamba_num_evicted += gone
+    return result

@@ -1,0 +1,107 @@
+"""Replay and report, against a stand-in for a server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import report
+from fake_server import FakeServer
+from measure import percentiles
+from replay import ServerTokens, replay, tokens_of
+from workloads import USER, Piece, Request, Workload, build
+
+from sglang_dsv4.serving import Client, ServerError
+
+BENCH = Path(__file__).parent.parent / "bench"
+SOURCE = ServerTokens(low=0, high=60, user=7, assistant=8, ids=tuple(range(300, 360)))
+
+
+def run(workload, server, **options):
+    settings = {"users": 1, "speed": None, "source": SOURCE, "system": "fake", **options}
+    return replay(Client(server.url), workload, **settings)
+
+
+@pytest.fixture
+def workload():
+    return build("branching", scale=0.1, limit=24)
+
+
+def test_a_replay_counts_what_the_server_found_against_what_it_could_have_found(workload):
+    with FakeServer() as server:
+        result = run(workload, server)
+    assert result["requests"] == 24 and result["prompt_tokens"] == sum(workload.lengths())
+    assert 0 < result["cached_tokens"] <= result["ideal_tokens"] < result["prompt_tokens"]
+    assert sum(result["missed_tokens"].values()) == result["prompt_tokens"] - result["cached_tokens"]
+    assert result["recomputed_over_ideal"] >= 1.0
+    assert set(result["ttft_s"]) == {"p50", "p90", "p95", "p99"} and result["answer_tokens_per_s"] > 0
+
+
+def test_several_users_send_every_request_once_and_no_session_overtakes_itself(workload):
+    with FakeServer() as server:
+        result = run(workload, server, users=6)
+        alone = run(workload, server)
+    assert result["requests"] == 24 and result["prompt_tokens"] == alone["prompt_tokens"]
+
+
+def test_recorded_arrivals_are_kept_and_scaled():
+    requests = tuple(Request(f"s{i}", 0, i * 10.0, 0, (Piece(f"t{i}", 20),), 2) for i in range(4))
+    with FakeServer() as server:
+        assert run(Workload("timed", requests), server, speed=60.0)["seconds"] >= 0.5
+        assert run(Workload("timed", requests), server)["seconds"] < 0.5
+
+
+def test_a_server_without_reuse_is_told_from_one_that_forgets(workload):
+    with FakeServer("answers leave nothing") as server:
+        result = run(workload, server)
+    assert result["missed_tokens"]["evicted or no snapshot"] > 0
+
+
+def test_a_failing_server_ends_the_replay_with_its_error(workload):
+    with FakeServer("no cache report") as server, pytest.raises(ServerError, match="cached tokens"):
+        run(workload, server, users=3)
+
+
+def test_prompts_that_the_server_cannot_take_are_refused_before_anything_is_sent():
+    with FakeServer(max_prompt=100) as server, pytest.raises(ServerError, match="use --scale"):
+        run(build("no-reuse", scale=0.1, limit=2), server)
+
+
+def test_tokens_come_from_the_servers_tokenizer_and_role_tokens_only_if_it_has_them():
+    with FakeServer() as server:
+        source = tokens_of(Client(server.url), None)
+    drawn = source.draw("text", 50).tolist()
+    assert all(300 <= token < 360 for token in drawn)
+    assert source.draw(USER, 1).tolist() == [source.user] and 300 <= source.user < 360
+
+
+def test_percentiles_are_of_the_values_themselves():
+    assert percentiles([]) == {}
+    assert percentiles(range(1, 101)) == {"p50": 51, "p90": 91, "p95": 96, "p99": 100}
+
+
+def test_a_report_has_a_row_a_run_and_names_its_plots(workload, tmp_path):
+    with FakeServer() as server:
+        runs = [run(workload, server), {**run(workload, server), "system": "other"}]
+    text = report.markdown(runs, ["first_token.png"])
+    assert text.count("| branching | fake |") == 3 and "![first token](first_token.png)" in text
+
+
+def test_a_report_without_matplotlib_says_what_to_install(tmp_path):
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps({"runs": []}))
+    (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
+    command = [sys.executable, str(BENCH / "report.py"), str(result), "--out", str(tmp_path)]
+    done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "report: plots need matplotlib: pip install 'sglang-dsv4[bench]'\n"
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text("[]")
+    with pytest.raises(ValueError, match=r"bad\.json is not a result"):
+        report.load([bad])

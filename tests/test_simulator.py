@@ -1,0 +1,182 @@
+"""The cache under whole workloads, without a model: SGLang's tree, our pools, policy and publishing."""
+
+from __future__ import annotations
+
+import belady
+import numpy as np
+import pytest
+from engine import Engine, Limits
+from measure import misses
+from prefixes import PrefixIndex
+from simulate import Simulation, flash, limits_for, oracle_tokens
+from workloads import PRESETS, Conversations, Piece, Request, TokenSource, Workload, build
+
+from sglang_dsv4.cache.superseded import paths_of
+
+PAGE = 128
+
+
+def run(workload, limits, users=1):
+    simulation = Simulation(workload, Engine(limits, flash()), users=users)
+    simulation.run()
+    return simulation
+
+
+def stream(*requests: Request) -> Workload:
+    return Workload("test", requests)
+
+
+def one(session, turn, *pieces, keep=None, answer=10):
+    return Request(session, turn, 0.0, keep, tuple(Piece(*p) for p in pieces), answer)
+
+
+AMPLE = Limits(pages=400, slots=200)
+REUSE = [name for name in PRESETS if name not in ("no-reuse", "mooncake")]
+
+
+@pytest.mark.parametrize("name", REUSE)
+def test_with_ample_memory_every_whole_page_that_was_seen_is_found(name):
+    workload = build(name, limit=60)
+    simulation = run(workload, limits_for(workload, "ample", flash(), users=1, chunk=8192))
+    lost = sum(row.ideal // PAGE * PAGE - row.cached for row in simulation.rows)
+    recomputed = sum(row.prompt - row.cached for row in simulation.rows)
+    assert 0 <= lost <= 0.03 * recomputed
+
+
+def test_a_shared_system_prompt_of_any_length_is_found_by_the_second_request():
+    for system in (700, 3000, 9000):
+        requests = [
+            one(f"user {i}", 0, ("system", system), ("<user>", 1), (f"question {i}", 300), keep=0) for i in range(2)
+        ]
+        assert run(stream(*requests), AMPLE).rows[1].cached == system // PAGE * PAGE
+
+
+def test_without_a_role_token_the_second_request_finds_a_rung_and_the_third_what_it_branched_off():
+    requests = [one(f"user {i}", 0, ("system", 3000), (f"question {i}", 300), keep=0) for i in range(3)]
+    assert [row.cached for row in run(stream(*requests), AMPLE).rows] == [0, 2048, 2944]
+
+
+def test_a_prompt_is_found_again_when_its_answer_was_dropped():
+    requests = [one("chat", 0, ("question", 1000), answer=700), one("chat", 1, ("short answer", 200), keep=1000)]
+    assert run(stream(*requests), AMPLE).rows[1].cached == 896
+
+
+def test_a_quiet_chat_outlives_the_past_of_a_busy_one():
+    """Six slots for snapshots: the busy chat leaves two a turn behind, the quiet one needs one."""
+    quiet = one("quiet", 0, ("question", 600), answer=200)
+    busy = [one("busy", turn, (f"more {turn}", 500), answer=200) for turn in range(8)]
+    simulation = run(stream(quiet, *busy, one("quiet", 1, ("next", 50))), Limits(pages=400, slots=5 + 6))
+    assert simulation.rows[-1].cached == 768
+    assert [row.cached for row in simulation.rows[2:-1]] == [row.ideal // PAGE * PAGE for row in simulation.rows[2:-1]]
+
+
+def test_requests_that_run_together_find_what_is_theirs_and_leak_nothing():
+    workload = build("short-chats", scale=0.3, chats=12)
+    simulation = run(workload, Limits(pages=160, slots=60, running=6, chunk=256), users=6)
+    engine = simulation.engine
+    assert len(simulation.rows) == len(workload.requests) and engine.running == []
+    assert sum(row.cached for row in simulation.rows) > 0
+    engine.tree.reset()
+    owned = engine.pool.mamba_allocator.available_size() + engine.snapshots
+    assert engine.pool.available_size() == 6
+    assert owned + simulation_snapshots(simulation) == 60
+
+
+def simulation_snapshots(simulation: Simulation) -> int:
+    """Slots that the tree held before it was reset; resetting a tree forgets its slots."""
+    free = set(simulation.engine.pool.mamba_allocator.free_slots.tolist())
+    return 60 - len(free)
+
+
+def test_the_oracle_is_never_beaten_and_equals_the_ideal_with_room_for_all():
+    workload = build("branching", scale=0.5, limit=80)
+    for memory in ("ample", "third"):
+        simulation = run(workload, limits_for(workload, memory, flash(), users=1, chunk=8192))
+        assert oracle_tokens(simulation, flash()) >= sum(row.cached for row in simulation.rows)
+    ideal = [use.reusable * PAGE for use in simulation.uses]
+    budget = 1 << 50
+    assert belady.cached_tokens(simulation.uses, budget=budget, page_bytes=1, snapshot_bytes=8, page=PAGE) == ideal
+
+
+def test_the_oracle_gives_up_the_end_of_what_is_used_last():
+    a, b, once = list(range(1, 11)), list(range(11, 21)), list(range(21, 26))
+    uses = [belady.Use(1300, reusable, path) for reusable, path in ((0, a), (0, b), (0, once), (10, a), (10, b))]
+    found = belady.cached_tokens(uses, budget=24, page_bytes=1, snapshot_bytes=1, page=PAGE)
+    assert found == [0, 0, 0, 10 * PAGE, 7 * PAGE]
+
+
+def test_missed_tokens_have_one_cause_each():
+    cases = [
+        ({"prompt": 1000, "cached": 0, "ideal": 0, "pages_hit": 0, "best_snapshot": 0}, {"never cached": 1000}),
+        (
+            {"prompt": 1000, "cached": 0, "ideal": 100, "pages_hit": 0, "best_snapshot": 0},
+            {"never cached": 900, "below one page": 100},
+        ),
+        (
+            {"prompt": 1000, "cached": 256, "ideal": 700, "pages_hit": 384, "best_snapshot": 512},
+            {
+                "never cached": 300,
+                "below one page": 60,
+                "page evicted": 128,
+                "snapshot evicted": 128,
+                "no snapshot near the divergence": 128,
+            },
+        ),
+        (
+            {"prompt": 1000, "cached": 640, "ideal": 700, "pages_hit": 640, "best_snapshot": 640},
+            {"never cached": 300, "below one page": 60},
+        ),
+    ]
+    for case, expected in cases:
+        assert misses(page=PAGE, **case) == expected
+        assert sum(expected.values()) == case["prompt"] - case["cached"]
+
+
+def test_the_longest_shared_prefix_is_exact_to_the_token():
+    index, draw = PrefixIndex(PAGE), TokenSource().draw
+    text = draw("text", 1000)
+    assert index.walk(text).tokens == 0
+    index.add(text)
+    for shared in (1, 127, 128, 129, 500, 1000):
+        other = np.concatenate([text[:shared], draw("other", 200)])
+        assert index.walk(other).tokens == shared
+        assert len(index.walk(other).pages) == shared // PAGE
+
+
+def test_equal_keys_are_equal_tokens_and_a_stream_is_the_same_every_time():
+    source = TokenSource()
+    assert np.array_equal(source.draw("a", 100)[:50], source.draw("a", 50))
+    assert not np.array_equal(source.draw("a", 50), source.draw("b", 50))
+    assert source.draw("a", 9)[:3].tolist() == [15096, 77672, 99369]
+    for name in REUSE:
+        assert build(name) == build(name)
+        talk, lengths = Conversations(source), build(name, limit=30).lengths()
+        for request, length in zip(build(name, limit=30).requests, lengths, strict=True):
+            prompt = talk.prompt(request)
+            talk.answered(request, prompt, talk.drawn_answer(request))
+            assert len(prompt) == length
+
+
+def test_nodes_that_are_gone_are_passed_over():
+    """After a flush the record of paths names nodes that no longer exist."""
+    engine = Engine(Limits(pages=100, slots=5 + 8), flash())
+    talk, requests = Conversations(TokenSource()), build("branching", scale=0.1, limit=12).requests
+
+    def serve(request, number):
+        prompt, answer = talk.prompt(request), talk.drawn_answer(request)
+        for _ in engine.start(prompt, answer, number).steps():
+            pass
+        talk.answered(request, prompt, answer)
+
+    for number, request in enumerate(requests[:6]):
+        serve(request, number)
+    paths = paths_of(engine.tree)
+    assert len(paths)
+    engine.tree.reset()
+    engine.pages.clear()
+    engine.pool.clear()
+    engine.pool.mamba_allocator.clear()
+    assert paths.trim(engine.tree, 5) == 0
+    for number, request in enumerate(requests[6:]):
+        serve(request, number)
+    assert engine.snapshots > 0
