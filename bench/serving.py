@@ -58,7 +58,7 @@ def in_tree_tokens(budget: int, ratio: float, running: int) -> int:
 
 def text(name: str, count: int, vocabulary: int) -> list[int]:
     draw = random.Random(name)
-    return [draw.randrange(1000, vocabulary) for _ in range(count)]
+    return [draw.randrange(min(1000, vocabulary // 2), vocabulary) for _ in range(count)]
 
 
 def chat_turns(
