@@ -129,8 +129,16 @@ def _hooks(report: Report) -> None:
 
 
 def _operations(report: Report) -> None:
-    from sglang_dsv4.ops.dispatch import operations
+    from sglang_dsv4.ops import jit
+    from sglang_dsv4.ops.dispatch import operations, reference_forced
 
+    if report.device == "cuda" and not reference_forced():
+        try:
+            jit.require_tools()
+        except jit.KernelBuildError as error:
+            report.found.append(("kernels", "cannot be compiled"))
+            report.problems.append(" ".join(str(error).split()))
+            return
     for name, chosen in operations(report.device).describe().items():
         report.found.append((name, chosen))
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_dsv4 import __version__
-from sglang_dsv4.serving import Client, Launch, Server, ServerError, free_port
+from sglang_dsv4.serving import Client, Launch, Server, ServerError, check_port, free_port
 
 FAILED, UNUSABLE = 1, 2  # exit codes: a check failed; it could not be run
 
@@ -32,6 +32,12 @@ def _id_range(text: str) -> tuple[int, int]:
     if not (low.isdigit() and high.isdigit() and int(low) + 16 <= int(high)):
         raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with at least 16 ids between")
     return int(low), int(high)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _scale(text: str) -> Fraction:
@@ -67,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("--model", type=Path, help="checkpoint folder; default: write the tiny one")
         command.add_argument("--port", type=int, help="default: 30000 to serve, any free one to demo")
-        command.add_argument("--log", type=Path, help="the server's output; default: beside the checkpoint")
+        log = f"{tempfile.gettempdir()}/sglang-dsv4-PORT.log"
+        command.add_argument("--log", type=Path, help=f"the server's output; default: {log}")
         command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         command.add_argument(
             "--server-args",
@@ -80,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--url", help="use this running server; its cache is flushed")
             command.add_argument("--token-ids", type=_id_range, metavar="LOW:HIGH", help="ordinary token ids")
             command.add_argument("--traces", type=Path, default=trace_folder(), help="folder of trace_*.json")
-            command.add_argument("--sessions", type=int, default=8)
-            command.add_argument("--turns", type=int, default=4)
+            command.add_argument("--sessions", type=_count, default=8)
+            command.add_argument("--turns", type=_count, default=4)
             command.add_argument("--scale", type=_scale, default=Fraction(1, 4), help="tokens per block (default 1/4)")
     return parser
 
@@ -109,16 +116,20 @@ def _verify(args: argparse.Namespace) -> int:
 @contextmanager
 def _server(args: argparse.Namespace, port: int | None) -> Iterator[Server]:
     """A server for the checkpoint of the arguments; a tiny one is written where none is named."""
-    # Ending this process by a signal must end the server, too.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Ending this process by a signal, or by closing its terminal, must end the server, too.
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+    port = free_port() if port is None else port
+    check_port(port)
     with tempfile.TemporaryDirectory(prefix="sglang-dsv4-") as scratch:
         model = args.model
         if model is None:
             model = Path(scratch) / "tiny"
             importlib.import_module("sglang_dsv4.tiny").write_checkpoint(model)
         launch = Launch(model, device=args.device, extra_args=tuple(args.server_args))
-        log = args.log or model.parent / "server.log"
-        port = port or free_port()
+        # Not inside `scratch`: an error message sends the user to the log when that is gone.
+        log = args.log or Path(tempfile.gettempdir()) / f"sglang-dsv4-{port}.log"
+        launch.check()
         print(f"starting: python {shlex.join(launch.command(port)[1:])}", flush=True)
         with Server(launch, log, port=port) as server:
             print(f"ready: {server.url} (log: {log})", flush=True)
@@ -140,7 +151,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    with _server(args, args.port or 30000) as server:
+    with _server(args, 30000 if args.port is None else args.port) as server:
         print(chat_command(server.url))
         print("stop with Ctrl-C", flush=True)
         try:

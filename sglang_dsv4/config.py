@@ -119,7 +119,10 @@ class SlotConfigParser(ModelConfigParserBase):
         register_models()
         if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
             cpu_engine.prepare()
-        raw = json.loads(path.read_text())
+        try:
+            raw = json.loads(path.read_text())
+        except ValueError as error:
+            raise Refused(f"{path} is not JSON", str(error), "fetch the checkpoint's config.json again") from None
         mark_fp4_experts(raw, str(model))
         return build_config(raw)
 

@@ -187,11 +187,30 @@ def _prompt_budget(original: Callable[..., Any], self: Any, input_tokens: int, *
 def _input_check(original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang_dsv4.config import serves_ours
 
-    ids = req.origin_input_ids
-    if serves_ours() and len(ids) and not (min(ids) >= 0 and max(ids) < req.vocab_size):
-        # SGLang looks such a token up in the embedding, which ends the scheduler and every other request with it.
-        return f"input_ids contain a token outside the vocabulary of {req.vocab_size}: send ids from 0 on below that"
-    return original(req, *args, **kwargs)
+    fault = _input_fault(req) if serves_ours() else None
+    if fault is None:
+        return original(req, *args, **kwargs)
+    # SGLang lets a refused request take part in one more step, with one token in the prompt's place.
+    req.input_embeds = None
+    req.logprob.top_logprobs_num = 0
+    req.sampling_params.min_new_tokens = 0
+    return fault
+
+
+def _input_fault(req: Any) -> str | None:
+    """One line where a request would end the scheduler, and every other request with it, or get a wrong answer."""
+    ids, vocabulary, sampling = req.origin_input_ids, req.vocab_size, req.sampling_params
+    if not len(ids):
+        return "the prompt is empty: send at least one token"
+    if req.input_embeds is not None:
+        return "input_embeds are not supported: layers that route by token id need the ids; send input_ids"
+    if not (min(ids) >= 0 and max(ids) < vocabulary):
+        return f"input_ids contain a token outside the vocabulary of {vocabulary}: send ids from 0 on below that"
+    if req.logprob.top_logprobs_num > vocabulary:
+        return f"top_logprobs_num is {req.logprob.top_logprobs_num}: the vocabulary has {vocabulary} tokens"
+    if sampling.min_new_tokens and not all(0 <= token < vocabulary for token in sampling.stop_token_ids or ()):
+        return f"stop_token_ids contain a token outside the vocabulary of {vocabulary}: send ids below that"
+    return None
 
 
 def _refusal_text(original: Callable[..., Any]) -> str:
@@ -315,7 +334,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler.validate_input_length",
         ("req", "max_req_input_len", "allow_auto_truncate"),
         _input_check,
-        "a token id outside the vocabulary ends the server",
+        "an empty prompt or a token id outside the vocabulary ends the server",
     ),
     Hook(
         "sglang.srt.managers.scheduler.get_exception_traceback",

@@ -132,7 +132,7 @@ def check_chunk(value: int | None, page: int) -> None:
     if value == -1:
         raise Refused(
             "--chunked-prefill-size -1 is not supported",
-            "one step's workspace and snapshots are bounded by the chunk and would grow with the prompt",
+            "one step's workspace is bounded by the chunk and would grow with the prompt",
             "drop the flag or use a multiple of the page such as 8192",
         )
     _multiple_of_page("--chunked-prefill-size", value, page, "a chunk must end where a snapshot may stand")
@@ -203,7 +203,13 @@ def _graphs(args: Any) -> dict[str, Any]:
 def check_config_overrides(args: Any) -> None:
     """Refuses `--json-model-override-args` that reach the layout of the pools or leave the plugin's model."""
     text = _value(args, "json_model_override_args")
-    changed = sorted(_LAYOUT_FIELDS & set(json.loads(text) if isinstance(text, str) else text or {}))
+    try:
+        given = json.loads(text) if isinstance(text, str) else text or {}
+    except ValueError:
+        given = None
+    if not isinstance(given, Mapping):
+        raise Refused(f"--json-model-override-args {text}", "it is no JSON object", "pass one, such as '{}'")
+    changed = sorted(_LAYOUT_FIELDS & set(given))
     if changed:
         raise Refused(
             f"--json-model-override-args sets {', '.join(changed)}",
@@ -315,7 +321,7 @@ def check_pool_tokens(pool_tokens: int, page: int, also: str = "") -> None:
     tokens = ONE_REQUEST_PAGES * page
     if pool_tokens < tokens:
         raise Refused(
-            f"the page pool has room for {max(pool_tokens, 0)} tokens",
+            f"the page pool has room for {pool_tokens} tokens",
             f"one request needs {tokens} tokens ({ONE_REQUEST_PAGES} pages){also}",
             f"raise --max-total-tokens to {tokens} or more, or --mem-fraction-static",
         )
@@ -325,7 +331,7 @@ def check_pool_slots(state_slots: int, slots_per_request: int, also: str = "") -
     """Refuses a slot pool that cannot serve a single request."""
     if state_slots < slots_per_request:
         raise Refused(
-            f"the slot pool has {max(state_slots, 0)} slots",
+            f"the slot pool has {state_slots} slots",
             f"one request needs {slots_per_request} slots{also}",
             f"raise --max-mamba-cache-size to {slots_per_request} or more, or --mem-fraction-static",
         )
@@ -398,6 +404,8 @@ def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | Non
         **_attention_backends(args, notes),
     }
     running = _value(args, "max_running_requests")
+    if running is not None and running < 1:
+        raise Refused(f"--max-running-requests {running}", "no request could run", "use 1 or more")
     per_path = _value(args, "mamba_max_states_per_path")
     declarations = {
         "mamba_track_interval": interval,

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 PARSER = "dsv4_slot"
 READY_TIMEOUT_S = 300.0
@@ -86,8 +86,12 @@ class Client:
     """Talks to one server. Safe to use from several threads: each call is its own connection."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = REQUEST_TIMEOUT_S) -> None:
-        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # brackets that do not close, a port that is no number
+            valid = False
+        if not valid or " " in url:
             raise ServerError(f"{url!r} is not a server's address: expected http://HOST:PORT")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self.timeout = timeout
@@ -262,6 +266,18 @@ def _one_line(value: object, limit: int = 300) -> str:
     return " ".join(str(value).split())[:limit]
 
 
+def check_port(port: int) -> None:
+    """Raises ServerError for a port that no server can be started on."""
+    if not 0 < port < 65536:
+        raise ServerError(f"{port} is not a port: use 1 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ServerError(f"port {port} cannot be used ({error.strerror}): name another with --port") from None
+
+
 def free_port() -> int:
     """A port of the loopback interface that nothing listens on at the moment."""
     with socket.socket() as probe:
@@ -341,12 +357,12 @@ class Server:
         """Returns when the server is ready. `waiting(seconds)` is called about once a second until then."""
         launch.check()
         self.launch = launch
-        self.port = port or free_port()
+        self.port = free_port() if port is None else port
+        check_port(self.port)  # whoever listens there would be taken for this server
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = Client(self.url)
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as out:
+        with _opened(log) as out:
             self.process = subprocess.Popen(
                 launch.command(self.port),
                 stdin=subprocess.DEVNULL,
@@ -395,6 +411,15 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _opened(log: Path) -> BinaryIO:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("wb")
+    except OSError as error:
+        what = f"cannot write the server's log to {log} ({error.strerror})"
+        raise ServerError(f"{what}: name another file with --log") from None
 
 
 def _group_alive(process: subprocess.Popen[bytes]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from fake_server import FakeServer
 
 from sglang_dsv4 import check, cli, serving
 from sglang_dsv4.console import Progress, table
+from sglang_dsv4.ops import jit
 from sglang_dsv4.serving import Launch, Server, ServerError, free_port
 
 ROOT = Path(cli.__file__).parent.parent
@@ -121,6 +123,53 @@ def test_ids_that_are_no_range_are_refused(ids, capsys):
     assert "LOW:HIGH" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("url", ("http://[::1", "http://x:abc", "http://x y:1", "http://x:0", "http://x:99999", "ftp://x"))
+def test_an_address_that_is_none_is_one_line(url, capsys):
+    assert cli.main(["verify", "--url", url]) == cli.UNUSABLE
+    error = capsys.readouterr().err
+    assert "is not a server's address: expected http://HOST:PORT" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ("demo", "serve"))
+@pytest.mark.parametrize("port", ("0", "-1", "99999"))
+def test_a_port_that_is_none_is_refused_before_anything_is_written(command, port, capsys):
+    assert cli.main([command, "--port", port]) == cli.UNUSABLE
+    assert capsys.readouterr().err == f"sglang-dsv4: {port} is not a port: use 1 to 65535\n"
+
+
+@pytest.mark.parametrize("command", ("demo", "serve"))
+def test_a_port_in_use_is_refused_and_whoever_uses_it_is_left_alone(command, capsys):
+    with FakeServer() as other:
+        port = other.url.rsplit(":", 1)[1]
+        assert cli.main([command, "--port", port]) == cli.UNUSABLE
+        assert other.flushes == 0
+    assert f"port {port} cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ("--sessions", "--turns"))
+def test_a_demo_of_nothing_is_refused(flag, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["demo", flag, "0"])
+    assert error.value.code == 2 and "at least 1" in capsys.readouterr().err
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for log in (tmp_path, tmp_path / "file" / "server.log"):
+        with pytest.raises(ServerError, match="cannot write the server's log"):
+            Server(Script(tmp_path, extra_args=("pass",)), log)
+
+
+def test_check_names_what_the_kernels_cannot_be_compiled_for(monkeypatch):
+    def missing():
+        raise jit.KernelBuildError("the CUDA kernels need apache-tvm-ffi: `pip install apache-tvm-ffi`")
+
+    monkeypatch.setattr(jit, "require_tools", missing)
+    report = check.Report(device="cuda")
+    check._operations(report)
+    assert report.problems == ["the CUDA kernels need apache-tvm-ffi: `pip install apache-tvm-ffi`"]
+
+
 def demo(server: FakeServer, *arguments: str) -> int:
     return cli.main(["demo", "--url", server.url, *arguments])
 
@@ -195,6 +244,33 @@ def test_a_server_ends_with_everything_it_started(tmp_path):
     stat = Path(f"/proc/{child}/stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
     server.stop()
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from sglang_dsv4 import cli, serving
+class Script(serving.Launch):
+    def command(self, port): return [sys.executable, "-c", LISTEN, str(port)]
+    def check(self): pass
+cli.Launch = Script
+LISTEN = sys.argv[3]
+sys.exit(cli.main(["serve", "--model", sys.argv[1], "--log", sys.argv[2], "--port", sys.argv[4]]))
+"""
+
+
+@pytest.mark.parametrize("ending", (signal.SIGTERM, signal.SIGHUP))
+def test_a_signal_that_ends_the_command_ends_the_server_too(ending, tmp_path):
+    arguments = [str(tmp_path), str(tmp_path / "server.log"), LISTEN, str(free_port())]
+    command = subprocess.Popen([sys.executable, "-c", SERVE, *arguments], stdout=subprocess.PIPE, text=True)
+    for line in command.stdout:
+        if line.startswith("stop with Ctrl-C"):
+            break
+    child = int((tmp_path / "server.log").read_text().split()[1])
+    command.send_signal(ending)
+    assert command.wait(30) == 128 + ending
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
 def test_a_server_that_dies_is_told_by_its_last_words(tmp_path):

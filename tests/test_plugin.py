@@ -124,15 +124,50 @@ def test_a_refusal_in_a_child_process_is_reported_as_its_line_only():
             assert wrapper(lambda: "a traceback") == expected
 
 
-@pytest.mark.parametrize("ids, fits", [([0, 5, 1279], True), ([], True), ([5, 1280], False), ([-1, 5], False)])
-def test_a_token_outside_the_vocabulary_is_answered_instead_of_ending_the_server(ids, fits, monkeypatch):
+LETHAL = {
+    "an empty prompt": ({"origin_input_ids": []}, "the prompt is empty"),
+    "a token past the vocabulary": ({"origin_input_ids": [5, 1280]}, "outside the vocabulary of 1280"),
+    "a negative token": ({"origin_input_ids": [-1, 5]}, "outside the vocabulary of 1280"),
+    "embeddings": ({"input_embeds": [[0.1]]}, "input_embeds are not supported"),
+    "more logprobs than tokens": (
+        {"logprob": SimpleNamespace(top_logprobs_num=1281)},
+        "top_logprobs_num is 1281",
+    ),
+    "a stop token past the vocabulary": (
+        {"sampling_params": SimpleNamespace(stop_token_ids=[1280], min_new_tokens=2)},
+        "stop_token_ids contain",
+    ),
+}
+
+
+def checked(**fields):
+    """What SGLang's check of a request's input says with ours around it; a refused request must do no harm after."""
+    wrapper = next(h.wrapper for h in hooks.HOOKS if h.target.endswith("validate_input_length"))
+    request = {
+        "origin_input_ids": [0, 5, 1279],
+        "vocab_size": 1280,
+        "input_embeds": None,
+        "logprob": SimpleNamespace(top_logprobs_num=1280),
+        "sampling_params": SimpleNamespace(stop_token_ids=[1280], min_new_tokens=0),
+    }
+    req = SimpleNamespace(**{**request, **fields})
+    said = wrapper(lambda *a: "SGLang's own", req, 1000, False)
+    if said != "SGLang's own":
+        left = (req.input_embeds, req.logprob.top_logprobs_num, req.sampling_params.min_new_tokens)
+        assert left == (None, 0, 0)
+    return said
+
+
+@pytest.mark.parametrize("case", LETHAL)
+def test_a_request_that_would_end_the_server_or_be_answered_wrongly_is_refused_in_one_line(case, monkeypatch):
     from sglang_dsv4 import config
 
+    fields, says = LETHAL[case]
+    monkeypatch.setattr(config, "_parsed", False)
+    assert checked(**fields) == "SGLang's own"  # another model's requests are not ours to judge
     monkeypatch.setattr(config, "_parsed", True)
-    wrapper = next(h.wrapper for h in hooks.HOOKS if h.target.endswith("validate_input_length"))
-    req = SimpleNamespace(origin_input_ids=ids, vocab_size=1280)
-    said = wrapper(lambda *a: None, req, 1000, False)
-    assert (said is None) == fits and (fits or "outside the vocabulary of 1280" in said)
+    assert says in checked(**fields)
+    assert checked() == "SGLang's own"
 
 
 def test_an_allocation_that_does_not_fit_is_one_line_and_other_errors_stay_themselves():
@@ -144,3 +179,12 @@ def test_an_allocation_that_does_not_fit_is_one_line_and_other_errors_stay_thems
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")
     with pytest.raises(RuntimeError, match="something else"), hooks._memory_for("slots", "lower it"):
         raise RuntimeError("something else")
+
+
+def test_a_config_that_is_no_json_is_named_in_one_line(tmp_path):
+    from sglang_dsv4.config import SlotConfigParser
+
+    (tmp_path / "config.json").write_text("{\n")
+    with pytest.raises(Refused, match=r"config.json is not JSON: .*; fetch") as caught:
+        SlotConfigParser().parse(str(tmp_path), False)
+    assert "\n" not in str(caught.value)

@@ -645,3 +645,13 @@ def test_the_launchers_last_line_is_the_refusal(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("sglang-dsv4: --enable-lora is not supported: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("text", ("{", "[1]", '"x"'))
+def test_config_overrides_that_are_no_json_object_are_refused(text):
+    assert "no JSON object" in refusal(decide, json_model_override_args=text)
+
+
+@pytest.mark.parametrize("count", (0, -1))
+def test_a_server_that_could_run_no_request_is_refused(count):
+    assert f"--max-running-requests {count}" in refusal(decide, max_running_requests=count)

@@ -11,6 +11,7 @@ from prefixes import PrefixIndex
 from simulate import Simulation, flash, limits_for, oracle_tokens
 from workloads import PRESETS, Conversations, Piece, Request, TokenSource, Workload, build
 
+from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.superseded import paths_of
 
 PAGE = 128
@@ -180,3 +181,14 @@ def test_nodes_that_are_gone_are_passed_over():
     for number, request in enumerate(requests[6:]):
         serve(request, number)
     assert engine.snapshots > 0
+
+
+def test_ends_of_answers_are_left_out_only_while_slots_are_scarce():
+    """With room for them, a turn finds the whole answer before it even if no turn so far has looked for one."""
+    workload = build("dropped-reasoning", limit=150)
+    left_out = {}
+    for memory in ("ample", "third"):
+        before = counters.skipped
+        run(workload, limits_for(workload, memory, flash(), users=1, chunk=8192))
+        left_out[memory] = counters.skipped - before
+    assert left_out["ample"] == 0 and left_out["third"] > 0

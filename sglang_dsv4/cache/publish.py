@@ -70,7 +70,7 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
     publish_interior_snapshots(insert, tree, req, up_to=up_to, **kwargs)
     prompt = len(req.origin_input_ids)
     answered = req.finished() and (req.kv.mamba_last_track_seqlen or 0) > prompt
-    if answered and not paths.habits.keep_answer_end():
+    if answered and _slots_are_scarce(tree.req_to_token_pool, 1) and not paths.habits.keep_answer_end():
         req.kv.mamba_last_track_seqlen = None
         counters.skipped += 1
     paths.kind = ANSWER if answered else PROMPT if up_to >= prompt else INNER
@@ -181,6 +181,12 @@ def _rung_slot(batch: Any) -> Tensor | None:
 
 
 def _fine_slot(batch: Any) -> Tensor | None:
-    """int64 [1]: a slot for a rung between the coarse ones, while a quarter of all slots is free."""
-    allocator = batch.req_to_token_pool.mamba_allocator
-    return allocator.alloc(1) if allocator.available_size() > max(allocator.size // 4, len(batch.reqs) + 1) else None
+    """int64 [1]: a slot for a rung between the coarse ones, while slots are not scarce."""
+    pool = batch.req_to_token_pool
+    return None if _slots_are_scarce(pool, len(batch.reqs) + 1) else pool.mamba_allocator.alloc(1)
+
+
+def _slots_are_scarce(pool: Any, reserve: int) -> bool:
+    """Whether no more than a quarter of all slots, or no more than `reserve`, are free."""
+    allocator = pool.mamba_allocator
+    return bool(allocator.available_size() <= max(allocator.size // 4, reserve))

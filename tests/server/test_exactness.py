@@ -138,6 +138,30 @@ def test_an_abort_in_mid_prompt_leaves_nothing_behind(client, cold, plain):
     assert plain.process.poll() is None
 
 
+HOSTILE = {
+    "empty text": {"text": ""},
+    "an empty list in a batch": {"input_ids": [words("beside", 40), []]},
+    "embeddings of another width": {"input_embeds": [[0.1] * 64] * 5},
+    "a token past the vocabulary": {"input_ids": [5, 10**6]},
+    "more logprobs than tokens": {"input_ids": words("greedy", 9), "return_logprob": True, "top_logprobs_num": 5000},
+    "a stop token past the vocabulary": {
+        "input_ids": words("greedy", 9),
+        "sampling_params": {"max_new_tokens": 3, "min_new_tokens": 2, "stop_token_ids": [99999]},
+    },
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_request_is_refused_and_the_server_lives(case, client, cold, plain):
+    try:
+        told = json.dumps(client.post("/generate", {"sampling_params": {"max_new_tokens": 3}, **HOSTILE[case]}))
+    except ServerError as error:
+        told = str(error)
+    assert re.search("empty|not supported|vocabulary|input_embeds|disable-radix-cache|radix cache", told), told
+    assert plain.process.poll() is None
+    assert differences(client, cold, EDGES[:1]) == []
+
+
 def test_the_startup_line_adds_up_to_the_bytes_of_the_tensors(plain):
     line = next(x for x in plain.log.read_text().splitlines() if "DeepSeek-V4 slot cache" in x)
     pages, slots, tails, total = (int(n) for n in re.findall(r"(\d+) bytes(?! each)", line))
