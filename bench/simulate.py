@@ -3,7 +3,8 @@
     python bench/simulate.py PRESET|TRACE [--scale X] [--memory ample|third|BYTES] [--users N] [--out FILE]
 
 Cached tokens are what a server would report: exactly so for requests that run one after the other
-(`tests/server/test_simulator.py`). `--users N` lets N requests run at once in a small model of scheduling: prompts
+(`tests/server/test_simulator_against_server.py`).
+`--users N` lets N requests run at once in a small model of scheduling: prompts
 before answers, a chunk at a time.
 """
 
