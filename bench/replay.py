@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import workloads  # noqa: E402
-from measure import BELOW, HIDDEN, NEVER, Row, percentiles, summary, write  # noqa: E402
+from measure import HIDDEN, NO_SNAPSHOT, Row, misses, percentiles, summary, write  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource, Workload  # noqa: E402
 
@@ -164,13 +164,10 @@ class Replay:
         for sent in self.sent:
             assert sent.answer is not None
             prompt, cached = len(sent.prompt), sent.answer.cached_tokens
-            whole = sent.ideal // self.page * self.page
-            missed = {
-                NEVER: prompt - max(sent.ideal, cached),
-                BELOW: max(0, sent.ideal - max(whole, cached)),
-                HIDDEN: max(0, whole - cached),
-            }
-            found = {cause: tokens for cause, tokens in missed.items() if tokens}
+            # Neither pages nor snapshots can be seen from here, so what they cost is one cause.
+            found = misses(prompt=prompt, cached=cached, ideal=sent.ideal, page=self.page, pages_hit=0, best_snapshot=0)
+            if NO_SNAPSHOT in found:
+                found[HIDDEN] = found.pop(NO_SNAPSHOT)
             rows.append(Row(sent.request.session, sent.request.turn, prompt, cached, sent.ideal, found))
         return rows
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.cache.sizing import fit_tokens, plan_slots
 from sglang_dsv4.geometry import INDEX_LAYOUTS, Geometry
-from sglang_dsv4.serving import Launch
+from sglang_dsv4.serving import Launch, Words
 
 # SGLang 0.5.23's own cache: bytes it reports per token of its full pool at window ratio 0.1, and per request row.
 IN_TREE_PAGE = 256
@@ -20,24 +21,17 @@ START_TIMEOUT_S = 560.0
 class GpuLaunch(Launch):
     """A server on a CUDA device, without tokenizer.
 
-    in_tree    serve with SGLang's own cache instead of ours
     max_batch  largest captured decode batch
     """
 
     device: str = "cuda"
-    in_tree: bool = False
     max_batch: int = 64
     chunked_prefill_size: int = 8192
     max_running_requests: int = 64
 
     def command(self, port: int) -> list[str]:
-        words = super().command(port)
-        if self.in_tree:
-            for flag in ("--model-config-parser", "--max-mamba-cache-size"):
-                at = words.index(flag)
-                del words[at : at + 2]
         return [
-            *words,
+            *super().command(port),
             *("--skip-tokenizer-init", "--grammar-backend", "none", "--moe-runner-backend", "triton"),
             *("--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
             *("--cuda-graph-max-bs-decode", str(self.max_batch)),
@@ -71,3 +65,13 @@ def pools_for(model: Path, budget: int, running: int) -> Pools:
     fixed = g.slot_bytes * (plan.slots + 1) + g.tail_bytes(running + 1)
     tokens = fit_tokens(g, budget - fixed)
     return Pools(tokens, plan.slots, fixed + g.page_pool_bytes(tokens + g.page_size))
+
+
+def text(name: str, count: int, vocabulary: int) -> list[int]:
+    """`count` ordinary token ids, always the same ones for a name."""
+    return Words(tuple(range(min(1000, vocabulary // 2), vocabulary))).draw(name, count)
+
+
+def card() -> str:
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -21,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rivals import IN_TREE_PAGE, START_TIMEOUT_S, GpuLaunch, Pools, geometry, pools_for
-from swap import card
+from rivals import IN_TREE_PAGE, START_TIMEOUT_S, GpuLaunch, Pools, card, geometry, pools_for, text
 
 from sglang_dsv4.serving import Client, Server
 
@@ -54,11 +52,6 @@ def in_tree_tokens(budget: int, ratio: float, running: int) -> int:
     """Tokens of the full pool, whole pages, that `budget` bytes hold at a window ratio."""
     per_token = IN_TREE_FULL + ratio * IN_TREE_WINDOW
     return int((budget - running * IN_TREE_ROW) / per_token) // IN_TREE_PAGE * IN_TREE_PAGE
-
-
-def text(name: str, count: int, vocabulary: int) -> list[int]:
-    draw = random.Random(name)
-    return [draw.randrange(min(1000, vocabulary // 2), vocabulary) for _ in range(count)]
 
 
 def chat_turns(
@@ -167,7 +160,7 @@ class Bench:
         flags = ("--swa-full-tokens-ratio", str(ratio))
         return GpuLaunch(
             self.model,
-            in_tree=True,
+            plugin=False,
             max_total_tokens=tokens,
             max_running_requests=running,
             max_batch=batch,

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rivals import START_TIMEOUT_S, GpuLaunch
+from rivals import START_TIMEOUT_S, GpuLaunch, card, text
 
 from sglang_dsv4.serving import Client, Server
 
@@ -33,13 +31,11 @@ MAX_RESTARTS = 64
 
 
 def prompt(length: int, vocabulary: int) -> list[int]:
-    draw = random.Random(f"swap {length}")
-    return [draw.randrange(1000, vocabulary) for _ in range(length)]
+    return text(f"swap {length}", length, vocabulary)
 
 
 def greedy(client: Client, ids: list[int], steps: int) -> list[int]:
-    body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True}}
-    return [int(i) for i in client.post("/generate", body)["output_ids"]]
+    return list(client.generate(ids, steps, logprobs=False).output_ids)
 
 
 def scored(client: Client, ids: list[int], first: int) -> list[float]:
@@ -108,11 +104,6 @@ def compare(reference: dict[str, Any], other: dict[str, Any], steps: int) -> lis
     return out
 
 
-def card() -> str:
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -123,7 +114,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     ours = GpuLaunch(options.model, max_total_tokens=200_000, max_running_requests=16, max_mamba_cache_size=200)
-    in_tree = replace(ours, in_tree=True)
+    in_tree = replace(ours, plugin=False)
     arms = {
         "in_tree": in_tree,
         "in_tree, chunk 2048": replace(in_tree, chunked_prefill_size=2048),

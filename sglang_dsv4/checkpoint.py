@@ -18,13 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dsv4.geometry import HCA_RATIO
+from sglang_dsv4.formats import (
+    E4M3_MAX_EXPONENT,
+    E4M3_MAX_MANTISSA,
+    FP8_AMAX_FLOOR,
+    e4m3_encode,
+    index_codec,
+    ue8m0_ceil,
+    ue8m0_decode,
+)
+from sglang_dsv4.geometry import HCA_RATIO, INDEX_FP4
 from sglang_dsv4.tiny import draw_weights
 
 FP8_BLOCK = 128  # rows and columns that share a scale
-FP4_BLOCK = 32  # columns that share a scale
-FP8_MAX, FP4_MAX = 448.0, 6.0
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code, without the sign
 QUANTISATION = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -50,33 +56,21 @@ def cut(config: Mapping[str, Any], layers: int, experts: int) -> dict[str, Any]:
     return raw
 
 
-def _exponent(amax: Tensor, largest: float) -> Tensor:
-    """int32 smallest e with amax <= largest * 2^e."""
-    mantissa, exponent = torch.frexp(amax.clamp(min=1e-12) / largest)
-    return torch.where(mantissa == 0.5, exponent - 1, exponent)
-
-
 def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 [rows, columns] and ue8m0 [rows / 128, columns / 128] of a float32 weight."""
     rows, columns = weight.shape
     blocks = weight.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
-    exponent = _exponent(blocks.abs().amax(dim=(1, 3)), FP8_MAX)
-    scaled = torch.ldexp(blocks, -exponent[:, None, :, None])
-    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(rows, columns)
-    return codes, (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    amax = blocks.abs().amax(dim=(1, 3)).clamp(min=FP8_AMAX_FLOOR)
+    exponents = ue8m0_ceil(amax, E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA)
+    codes = e4m3_encode(blocks / ue8m0_decode(exponents.to(torch.uint8))[:, None, :, None])
+    scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return codes.view(rows, columns).view(torch.float8_e4m3fn), scales
 
 
 def to_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [rows, columns / 2], the even column in the low half, and ue8m0 [rows, columns / 32]."""
-    rows, columns = weight.shape
-    blocks = weight.view(rows, columns // FP4_BLOCK, FP4_BLOCK)
-    exponent = _exponent(blocks.abs().amax(dim=2), FP4_MAX)
-    scaled = torch.ldexp(blocks, -exponent[:, :, None]).view(rows, columns)
-    values = torch.tensor(E2M1_VALUES, device=weight.device)
-    code = torch.bucketize(scaled.abs(), (values[1:] + values[:-1]) / 2).to(torch.uint8)
-    code |= (scaled < 0).to(torch.uint8) << 3
-    packed = code[:, 0::2] | code[:, 1::2] << 4
-    return packed.view(torch.int8), (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    """int8 [rows, columns / 2], the even column in the low half, and ue8m0 [rows, columns / 32]: as indexer keys."""
+    packed, scales = index_codec(INDEX_FP4).encode(weight)
+    return packed.view(torch.int8), scales.view(torch.float8_e8m0fnu)
 
 
 def stored(name: str, weight: Tensor, *, released: bool) -> dict[str, Tensor]:

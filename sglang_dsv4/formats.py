@@ -95,7 +95,7 @@ def ue8m0_decode(codes: Tensor) -> Tensor:
     return torch.where(codes == 255, math.nan, bits.view(torch.float32))
 
 
-def _ue8m0_ceil(amax: Tensor, exponent: int, mantissa: int) -> Tensor:
+def ue8m0_ceil(amax: Tensor, exponent: int, mantissa: int) -> Tensor:
     """ue8m0 code, int32, of the smallest power of two >= amax / limit.
 
     `limit` is 2**exponent * (1 + mantissa / 2**23) and `amax` a normal positive float32.  Comparing mantissas
@@ -244,7 +244,7 @@ class MainFp8Codec(RowCodec):
         x = x.float()
         nope = x[..., :NOPE_DIM].unflatten(-1, (-1, FP8_QUANT))
         amax = nope.abs().amax(-1).clamp(min=FP8_AMAX_FLOOR)
-        exponents = _ue8m0_ceil(amax, E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA)
+        exponents = ue8m0_ceil(amax, E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA)
         codes = e4m3_encode(nope / (exponents << 23).view(torch.float32)[..., None])
         data = torch.cat((codes.flatten(-2), _bytes(x[..., NOPE_DIM:].bfloat16())), dim=-1)
         scale = torch.nn.functional.pad(exponents.to(torch.uint8), (0, 1))
@@ -263,7 +263,7 @@ class IndexFp4Codec(RowCodec):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         groups = x.float().unflatten(-1, (-1, FP4_QUANT))
         amax = groups.abs().amax(-1).clamp(min=FP4_AMAX_FLOOR)
-        exponents = _ue8m0_ceil(amax, E2M1_MAX_EXPONENT, E2M1_MAX_MANTISSA)
+        exponents = ue8m0_ceil(amax, E2M1_MAX_EXPONENT, E2M1_MAX_MANTISSA)
         codes = e2m1_encode(groups / (exponents << 23).view(torch.float32)[..., None]).flatten(-2)
         return codes[..., 0::2] | (codes[..., 1::2] << 4), exponents.to(torch.uint8)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from .flag_rules import CPU_RULES, ENVIRONMENT, HARMLESS, REFUSED_VALUES, RULES, Rule
 from .geometry import INDEX_LAYOUTS, MAIN_LAYOUTS, PAGE_SIZES, Geometry
+from .switches import REFERENCE, switched_on
 
 ARCHITECTURE = "DeepseekV4SlotForCausalLM"
 BACKEND = "dsv4_slot"  # the attention backend's and the config parser's name
@@ -26,7 +27,6 @@ TESTED_SGLANG = "0.5.23"
 ALLOW_UNTESTED = "SGLANG_DSV4_ALLOW_UNTESTED"
 ROWS = "SGLANG_DSV4_ROWS"
 INDEXER = "SGLANG_DSV4_INDEXER"
-REFERENCE = "SGLANG_DSV4_REFERENCE"
 
 DEFAULT_PAGE = 128  # tokens
 DEFAULT_RUNNING = 256  # requests; the in-tree model's default
@@ -286,7 +286,7 @@ def refuse_checkpoint(raw: Mapping[str, Any]) -> None:
 def check_cuda(args: Any, env: Mapping[str, str]) -> None:
     """Refuses what the CUDA kernels do not store, and torch references inside CUDA graphs."""
     rows, keys = store_format(args, env)
-    if env.get(REFERENCE, "") not in ("", "0"):
+    if switched_on(REFERENCE, env):
         graphs = not _value(args, "disable_cuda_graph") and _value(args, "cuda_graph_backend_decode") != "disabled"
         if graphs:
             why = "the torch references choose rows on the host, which a graph cannot"

@@ -292,6 +292,8 @@ class Launch:
 
     The three limits are always passed: without them SGLang sizes its pools from all memory of the machine,
     which on one without a GPU is the memory that everything else lives in.
+
+    plugin  False serves with SGLang's own cache: no parser of ours, no slots
     """
 
     model: Path
@@ -301,17 +303,20 @@ class Launch:
     max_mamba_cache_size: int = 256
     chunked_prefill_size: int = 512
     extra_args: tuple[str, ...] = ()
+    plugin: bool = True
 
     def command(self, port: int) -> list[str]:
+        parser = ("--model-config-parser", PARSER) if self.plugin else ()
+        slots = ("--max-mamba-cache-size", str(self.max_mamba_cache_size)) if self.plugin else ()
         return [
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(self.model)),
-            *("--model-config-parser", PARSER),
+            *parser,
             *("--device", self.device),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--max-total-tokens", str(self.max_total_tokens)),
             *("--max-running-requests", str(self.max_running_requests)),
-            *("--max-mamba-cache-size", str(self.max_mamba_cache_size)),
+            *slots,
             *("--chunked-prefill-size", str(self.chunked_prefill_size)),
             "--enable-cache-report",
             "--sleep-on-idle",  # an idle scheduler would otherwise keep one core busy with polling

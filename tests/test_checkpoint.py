@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from sglang_dsv4 import checkpoint
 from sglang_dsv4.tiny import draw_weights, tiny_config
 
-NIBBLES = torch.tensor([*checkpoint.E2M1_VALUES, *(-v for v in checkpoint.E2M1_VALUES)])
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code, without the sign
+NIBBLES = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])
 
 
 def flash():

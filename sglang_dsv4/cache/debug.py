@@ -6,16 +6,12 @@ SGLANG_DSV4_AUDIT=1   checksums every snapshot and page that the tree owns; a ch
 
 from __future__ import annotations
 
-import os
-
-
-def _on(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")
+from sglang_dsv4.switches import switched_on
 
 
 def poison_enabled() -> bool:
-    return _on("SGLANG_DSV4_POISON")
+    return switched_on("SGLANG_DSV4_POISON")
 
 
 def audit_enabled() -> bool:
-    return _on("SGLANG_DSV4_AUDIT")
+    return switched_on("SGLANG_DSV4_AUDIT")

@@ -8,7 +8,6 @@ kernels cannot be built for is an error, never a silent fall back.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,8 +24,7 @@ from sglang_dsv4.ops.index_scores import index_scores, index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
 from sglang_dsv4.ops.sparse_attention import sparse_attention, sparse_attention_cuda
 from sglang_dsv4.ops.sparse_prefill import sparse_prefill, sparse_prefill_cuda
-
-REFERENCE_SWITCH = "SGLANG_DSV4_REFERENCE"  # refusals.REFERENCE; named here because no SGLang is needed here
+from sglang_dsv4.switches import REFERENCE, switched_on
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Operations:
 
 
 def reference_forced() -> bool:
-    return os.environ.get(REFERENCE_SWITCH, "") not in ("", "0")
+    return switched_on(REFERENCE)
 
 
 # What replaces the reference on a CUDA device.

@@ -14,6 +14,7 @@ import pytest
 
 from sglang_dsv4 import geometry
 from sglang_dsv4.ops import dispatch, jit
+from sglang_dsv4.switches import REFERENCE
 
 TARGETS = ("80", "89", "90a", "100a", "120a")
 
@@ -168,17 +169,17 @@ def test_a_missing_compiler_does_not_fall_back_silently(monkeypatch):
         raise jit.KernelBuildError("no nvcc")
 
     monkeypatch.setattr(jit, "find_nvcc", missing)
-    monkeypatch.delenv(dispatch.REFERENCE_SWITCH, raising=False)
+    monkeypatch.delenv(REFERENCE, raising=False)
     dispatch.operations.cache_clear()
     with pytest.raises(jit.KernelBuildError):
         dispatch.operations("cuda")
-    monkeypatch.setenv(dispatch.REFERENCE_SWITCH, "1")
+    monkeypatch.setenv(REFERENCE, "1")
     assert not any("cuda" in name for name in dispatch.operations("cuda").describe().values())
     dispatch.operations.cache_clear()
 
 
 def test_the_cuda_faces_serve_cuda_and_the_references_serve_the_cpu(nvcc, monkeypatch):
-    monkeypatch.delenv(dispatch.REFERENCE_SWITCH, raising=False)
+    monkeypatch.delenv(REFERENCE, raising=False)
     dispatch.operations.cache_clear()
     cuda, cpu = dispatch.operations("cuda").describe(), dispatch.operations("cpu").describe()
     assert not any(face.endswith("_cuda") for face in cpu.values())

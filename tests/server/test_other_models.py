@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,18 +13,6 @@ from sglang_dsv4.serving import Launch, Server
 from sglang_dsv4.tiny import train_tokenizer
 
 VOCABULARY = 1280
-
-
-@dataclass(frozen=True)
-class PlainLaunch(Launch):
-    """SGLang without our parser, on a CPU."""
-
-    def command(self, port: int) -> list[str]:
-        command = super().command(port)
-        for flag in ("--model-config-parser", "--max-mamba-cache-size"):
-            at = command.index(flag)
-            del command[at : at + 2]
-        return [*command, "--attention-backend", "torch_native"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +38,8 @@ def llama(tmp_path_factory):
 def answers(folder, log, plugins):
     """Ids, logprobs and cached tokens of a prompt, its repeat and a branch of it."""
     prompt = words("llama", 300)
-    with Server(PlainLaunch(folder, max_total_tokens=4096), log, env={"SGLANG_PLUGINS": plugins}) as server:
+    launch = Launch(folder, max_total_tokens=4096, plugin=False, extra_args=("--attention-backend", "torch_native"))
+    with Server(launch, log, env={"SGLANG_PLUGINS": plugins}) as server:
         sent = [prompt, prompt, [*prompt[:200], *words("llama's branch", 50)]]
         got = [server.client.generate(ids, 24) for ids in sent]
     assert "sglang-dsv4:" not in log.read_text() and "slot cache" not in log.read_text()

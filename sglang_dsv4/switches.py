@@ -1,0 +1,13 @@
+"""Environment variables that are on or off."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+REFERENCE = "SGLANG_DSV4_REFERENCE"  # torch references instead of CUDA kernels
+
+
+def switched_on(name: str, env: Mapping[str, str] | None = None) -> bool:
+    """Whether the variable is set to anything but nothing and "0"; in `env`, or the process's own environment."""
+    return (os.environ if env is None else env).get(name, "") not in ("", "0")
