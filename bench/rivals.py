@@ -4,42 +4,59 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.cache.sizing import fit_tokens, plan_slots
 from sglang_dsv4.geometry import INDEX_LAYOUTS, Geometry
-from sglang_dsv4.serving import Launch, Words
+from sglang_dsv4.serving import Launch, Server, Words
 
-# SGLang 0.5.23's own cache: bytes it reports per token of its full pool at window ratio 0.1, and per request row.
 IN_TREE_PAGE = 256
 START_TIMEOUT_S = 560.0
+
+# What the in-tree pools of V4-Flash take: bytes per token of the full pool and of the window pool, and per request row
+# (SGLang 0.5.23 reports the sum of the first two at its window ratio 0.1: 7,086.75).
+IN_TREE_FULL, IN_TREE_WINDOW, IN_TREE_ROW = 3899.25, 31875.0, 10_485_760
 
 
 @dataclass(frozen=True)
 class GpuLaunch(Launch):
     """A server on a CUDA device, without tokenizer.
 
-    max_batch  largest captured decode batch
+    max_batch   largest captured decode batch
+    mem_share   --mem-fraction-static: only has to leave room, the pools' sizes are always given
+    moe         --moe-runner-backend
     """
 
     device: str = "cuda"
     max_batch: int = 64
+    mem_share: float = 0.6
+    moe: str = "triton"
     chunked_prefill_size: int = 8192
     max_running_requests: int = 64
 
     def command(self, port: int) -> list[str]:
         return [
             *super().command(port),
-            *("--skip-tokenizer-init", "--grammar-backend", "none", "--moe-runner-backend", "triton"),
+            *("--skip-tokenizer-init", "--grammar-backend", "none", "--moe-runner-backend", self.moe),
             *("--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
-            *("--cuda-graph-max-bs-decode", str(self.max_batch)),
+            *("--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(self.max_batch))),
+            *("--mem-fraction-static", str(self.mem_share)),
             "--enable-metrics",
         ]
 
     def check(self) -> None:
         """Nothing of a CPU server's needs."""
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """Captured decode batches: powers of two up to `largest`, and itself."""
+    return sorted({largest, *(1 << i for i in range(largest.bit_length()) if 1 << i <= largest)})
 
 
 @dataclass(frozen=True)
@@ -51,20 +68,59 @@ class Pools:
     bytes: int
 
 
-def geometry(model: Path, indexer: str = "fp4") -> Geometry:
-    raw: dict[str, Any] = json.loads((model / "config.json").read_text())
-    made = Geometry.from_config(raw, page_size=128, store="fp8", indexer=indexer)
+def geometry(config: Path, indexer: str = "fp4") -> Geometry:
+    """Of a checkpoint folder or a config.json."""
+    file = config / "config.json" if config.is_dir() else config
+    made = Geometry.from_config(json.loads(file.read_text()), page_size=128, store="fp8", indexer=indexer)
     assert made.index is INDEX_LAYOUTS[indexer]
     return made
 
 
-def pools_for(model: Path, budget: int, running: int) -> Pools:
+def pools_for(g: Geometry, budget: int, running: int) -> Pools:
     """What our own sizing makes of `budget` bytes for `running` requests: slots, snapshots, tails and pages."""
-    g = geometry(model)
     plan = plan_slots(g, budget, running)
     fixed = g.slot_bytes * (plan.slots + 1) + g.tail_bytes(running + 1)
     tokens = fit_tokens(g, budget - fixed)
     return Pools(tokens, plan.slots, fixed + g.page_pool_bytes(tokens + g.page_size))
+
+
+def in_tree_bytes(tokens: int, ratio: float, running: int) -> int:
+    """KV bytes that the in-tree pools of a V4-Flash geometry take."""
+    return int(tokens * IN_TREE_FULL + tokens * ratio * IN_TREE_WINDOW + running * IN_TREE_ROW)
+
+
+def in_tree_tokens(budget: int, ratio: float, running: int) -> int:
+    """Tokens of the full pool, whole pages, that `budget` bytes hold at a window ratio."""
+    per_token = IN_TREE_FULL + ratio * IN_TREE_WINDOW
+    return int((budget - running * IN_TREE_ROW) / per_token) // IN_TREE_PAGE * IN_TREE_PAGE
+
+
+@contextmanager
+def together(launches: Mapping[str, Launch], logs: Path, waits: dict[str, float]) -> Iterator[dict[str, Server]]:
+    """All servers, started at the same time on the same device; `waits` gets each one's seconds to readiness.
+
+    Raises ServerError of the first that does not start, after stopping the others.
+    """
+
+    def start(name: str) -> Server:
+        began = time.monotonic()
+        log = logs / f"{name.replace(' ', '_').replace(',', '')}.log"
+        server = Server(launches[name], log, timeout=START_TIMEOUT_S)
+        waits[name] = round(time.monotonic() - began, 1)
+        print(f"{name}: ready after {waits[name]} s", flush=True)
+        return server
+
+    with ExitStack() as stack, ThreadPoolExecutor(len(launches)) as pool:
+        futures = {name: pool.submit(start, name) for name in launches}
+        failure = None
+        for future in futures.values():
+            try:
+                stack.enter_context(future.result())
+            except Exception as error:
+                failure = failure or error
+        if failure:
+            raise failure
+        yield {name: future.result() for name, future in futures.items()}
 
 
 def text(name: str, count: int, vocabulary: int) -> list[int]:
@@ -72,6 +128,12 @@ def text(name: str, count: int, vocabulary: int) -> list[int]:
     return Words(tuple(range(min(1000, vocabulary // 2), vocabulary))).draw(name, count)
 
 
+def vocabulary_of(model: Path) -> int:
+    raw: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return int(raw["vocab_size"])
+
+
 def card() -> str:
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+    return found[0].strip()

@@ -2,12 +2,14 @@
 
     python bench/swap.py CHECKPOINT [--lengths 100 2047 ...] [--steps 512] [--out FILE]
 
-Three servers one after another on one GPU: in-tree, in-tree with another prefill chunk, ours. For every prompt:
+Four servers at once on one GPU: in-tree, in-tree with another prefill chunk, ours with FP8 indexer keys (the in-tree
+format), ours with FP4 keys. For every prompt:
 
 * logprobs of one fixed text (the first server's own answer) at 64 prompt positions and all answer positions, prefilled;
 * greedy decoding, guided back to the first server's answer after every token that differs: agreement in percent.
 
-The second server shows what a change that means nothing does to the same numbers.
+The second server shows what a change that means nothing does to the same numbers: with random weights the best two
+tokens, and the last chosen expert and the first left out, are often a rounding apart.
 """
 
 from __future__ import annotations
@@ -17,21 +19,28 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rivals import START_TIMEOUT_S, GpuLaunch, card, text
+from rivals import GpuLaunch, card, text, together, vocabulary_of
 
-from sglang_dsv4.serving import Client, Server
+from sglang_dsv4.serving import Client, Server, ServerError
 
 TAIL = 64  # prompt positions whose logprobs are compared
-MAX_RESTARTS = 64
+SEGMENT = 32  # answer tokens that one request is guided through; segments run side by side
+REFERENCE = "in-tree"
 
 
-def prompt(length: int, vocabulary: int) -> list[int]:
-    return text(f"swap {length}", length, vocabulary)
+@dataclass(frozen=True)
+class KeyedLaunch(GpuLaunch):
+    """Ours with an indexer key format."""
+
+    keys: str = "fp4"
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"SGLANG_DSV4_INDEXER": self.keys}
 
 
 def greedy(client: Client, ids: list[int], steps: int) -> list[int]:
@@ -50,58 +59,73 @@ def scored(client: Client, ids: list[int], first: int) -> list[float]:
     return [float(row[0]) for row in rows[-(len(ids) - first) :]]
 
 
-def disagreements(client: Client, ids: list[int], expected: list[int]) -> list[int]:
+def guided(client: Client, ids: list[int], expected: list[int]) -> int:
     """Steps at which the server's greedy token is not `expected`'s, each after exactly the expected tokens."""
-    wrong: list[int] = []
-    at = 0
-    while at < len(expected) and len(wrong) <= MAX_RESTARTS:
+    wrong = at = 0
+    while at < len(expected):
         said = greedy(client, ids + expected[:at], len(expected) - at)
         same = next((i for i, (a, b) in enumerate(zip(said, expected[at:], strict=True)) if a != b), None)
         if same is None:
             break
-        wrong.append(at + same)
+        wrong += 1
         at += same + 1
     return wrong
 
 
-def measure(
-    launch: GpuLaunch, lengths: list[int], steps: int, texts: dict[int, list[int]], log: Path
-) -> dict[str, Any]:
-    """One server's numbers; `texts` is filled by the first server that is measured."""
-    vocabulary = json.loads((launch.model / "config.json").read_text())["vocab_size"]
-    started = time.monotonic()
-    rows: dict[str, Any] = {}
-    with Server(launch, log, timeout=START_TIMEOUT_S) as server:
-        ready = time.monotonic() - started
-        for length in lengths:
-            ids = prompt(length, vocabulary)
-            first = length not in texts
-            if first:
-                texts[length] = greedy(server.client, ids, steps)
-            wrong = [] if first else disagreements(server.client, ids, texts[length])
-            server.client.flush()
-            tail = max(1, length - TAIL)
-            rows[str(length)] = {"wrong": wrong, "logprobs": scored(server.client, ids + texts[length], tail)}
-            server.client.flush()
-            print(f"  {length}: {len(wrong)} of {steps} greedy tokens differ", flush=True)
-    return {"start_s": round(ready, 1), "rows": rows}
+def disagreements(client: Client, ids: list[int], expected: list[int]) -> int:
+    client.generate(ids, 1, logprobs=False)  # the segments share the prompt
+    starts = range(0, len(expected), SEGMENT)
+    with ThreadPoolExecutor(len(starts)) as pool:
+        return sum(pool.map(lambda i: guided(client, ids + expected[:i], expected[i : i + SEGMENT]), starts))
 
 
-def compare(reference: dict[str, Any], other: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    out = []
-    for length, row in other["rows"].items():
-        pairs = zip(row["logprobs"], reference["rows"][length]["logprobs"], strict=True)
-        apart = [abs(a - b) for a, b in pairs]
-        out.append(
-            {
-                "length": int(length),
-                "greedy_agreement": 1 - len(row["wrong"]) / steps,
-                "logprob_mean": statistics.mean(apart),
-                "logprob_p99": sorted(apart)[int(len(apart) * 0.99)],
-                "logprob_max": max(apart),
-            }
-        )
-    return out
+def measure(server: Server, length: int, answer: list[int], vocabulary: int) -> dict[str, Any]:
+    """One server's numbers for one prompt."""
+    ids, tail = text(f"swap {length}", length, vocabulary), max(1, length - TAIL)
+    wrong = disagreements(server.client, ids, answer)
+    server.client.flush()
+    logprobs = scored(server.client, ids + answer, tail)
+    server.client.flush()
+    return {"wrong": wrong, "logprobs": logprobs}
+
+
+def distance(reference: dict[str, Any], other: dict[str, Any], length: int, steps: int) -> dict[str, Any]:
+    pairs = zip(other["logprobs"], reference["logprobs"], strict=True)
+    apart = sorted(abs(a - b) for a, b in pairs)
+    return {
+        "length": length,
+        "greedy_agreement": round(1 - other["wrong"] / steps, 4),
+        "logprob_mean": round(statistics.mean(apart), 5),
+        "logprob_p99": round(apart[int(len(apart) * 0.99)], 4),
+        "logprob_max": round(apart[-1], 4),
+    }
+
+
+def swap(servers: dict[str, Server], lengths: list[int], steps: int, vocabulary: int) -> dict[str, list[Any]]:
+    """Distances of every server to the first one, per prompt length. The first is compared with itself too."""
+    rows: dict[str, list[Any]] = {name: [] for name in servers}
+    for length in lengths:
+        answer = greedy(servers[REFERENCE].client, text(f"swap {length}", length, vocabulary), steps)
+        with ThreadPoolExecutor(len(servers)) as pool:
+            started = {name: pool.submit(measure, s, length, answer, vocabulary) for name, s in servers.items()}
+        measured = {name: future.result() for name, future in started.items()}
+        for name in servers:
+            row = distance(measured[REFERENCE], measured[name], length, steps)
+            rows[name].append(row)
+            print(f"  {name}: {row}", flush=True)
+    return rows
+
+
+def arms(model: Path, moe: str, extra: tuple[str, ...]) -> dict[str, GpuLaunch]:
+    pools = {"max_total_tokens": 200_000, "max_running_requests": 16, "max_mamba_cache_size": 200}
+    ours = KeyedLaunch(model, max_batch=16, moe=moe, extra_args=extra, **pools)
+    in_tree = replace(ours, plugin=False)
+    return {
+        REFERENCE: in_tree,
+        "in-tree, chunks of 512": replace(in_tree, chunked_prefill_size=512),
+        "ours, FP8 keys": replace(ours, keys="fp8"),
+        "ours, FP4 keys": ours,
+    }
 
 
 def main() -> int:
@@ -109,34 +133,27 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 2047, 2049, 10000, 40000])
     parser.add_argument("--steps", type=int, default=512)
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks of every server")
+    parser.add_argument("--moe", default="triton", help="--moe-runner-backend; auto lets SGLang choose by the weights")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "swap")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    ours = GpuLaunch(options.model, max_total_tokens=200_000, max_running_requests=16, max_mamba_cache_size=200)
-    in_tree = replace(ours, plugin=False)
-    arms = {
-        "in_tree": in_tree,
-        "in_tree, chunk 2048": replace(in_tree, chunked_prefill_size=2048),
-        "ours": ours,
-    }
-    texts: dict[int, list[int]] = {}
-    measured = {}
-    for name, launch in arms.items():
-        print(name, flush=True)
-        log = options.logs / f"swap_{len(measured)}.log"
-        measured[name] = measure(launch, options.lengths, options.steps, texts, log)
-    reference = measured.pop("in_tree")
-    rows = {name: compare(reference, arm, options.steps) for name, arm in measured.items()}
+    starts: dict[str, float] = {}
+    extra = ("--tp-size", str(options.tp)) if options.tp > 1 else ()
+    try:
+        with together(arms(options.model, options.moe, extra), options.logs, starts) as servers:
+            rows = swap(servers, options.lengths, options.steps, vocabulary_of(options.model))
+    except ServerError as error:
+        parser.exit(1, f"swap: {error}\n")
     result = {
         "card": card(),
         "commit": options.commit,
         "command": " ".join(sys.argv),
         "model": json.loads((options.model / "config.json").read_text()) | {"architectures": None},
-        "start_s": {name: arm["start_s"] for name, arm in (("in_tree", reference), *measured.items())},
+        "start_s": starts,
         "rows": rows,
     }
-    print(json.dumps({"start_s": result["start_s"], "rows": rows}, indent=1))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0

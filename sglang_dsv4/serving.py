@@ -220,6 +220,10 @@ class Client:
         """Abort every running and waiting request."""
         self._send("/abort_request", {"abort_all": True}, timeout=30)
 
+    def start_profile(self, folder: Path, steps: int) -> None:
+        """Have the server write a trace of the kernels of its next `steps` forward steps to `folder`."""
+        self._send("/start_profile", {"output_dir": str(folder), "num_steps": steps, "activities": ["GPU"]})
+
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """POST JSON, return the decoded answer."""
         return json.loads(self._send(path, body))

@@ -137,9 +137,7 @@ def _query(layout: RowLayout, tokens: int, device: torch.device, module: Any) ->
     if module is not None:
         freqs, kind = torch.polar(torch.ones_like(angle), angle), "fp4_quant" if layout is INDEX_FP4 else "quant"
         fused, narrow = getattr(module, f"fused_q_indexer_rope_hadamard_{kind}"), positions.int()
-        rivals[f"in-tree fused_q_indexer_rope_hadamard_{kind}"] = lambda i: fused(
-            q[i], weights[i], 0.01, freqs, narrow
-        )
+        rivals[f"in-tree fused_q_indexer_rope_hadamard_{kind}"] = lambda i: fused(q[i], weights[i], 0.01, freqs, narrow)
     shape = f"{layout.name} {f'batch {tokens}' if tokens < 8192 else 'chunk of 8192'}"
     print(f"index_query {shape}", flush=True)
     rival, rival_run = fastest(rivals, sets)

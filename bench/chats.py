@@ -1,0 +1,50 @@
+"""Many short conversations in a fixed amount of memory: how many tokens of the later turns are found. Clients only."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rivals import text
+
+from sglang_dsv4.serving import Client
+
+CHAT_TOKENS, LATER_TOKENS, ANSWER_TOKENS, TURNS = 2048, 64, 32, 3
+RUNNING = 16
+FULL_TOKENS = 300_000  # the in-tree pool whose bytes both get
+WINDOW_RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # in-tree's default first
+
+
+@dataclass(frozen=True)
+class Chats:
+    """What a chat run saw in turns 2 and 3."""
+
+    cached: int
+    prompt: int
+
+
+def chat_turns(
+    client: Client, chats: int, vocabulary: int, *, tokens: int = CHAT_TOKENS, users: int = RUNNING
+) -> Chats:
+    """`chats` conversations, every turn of all before the next turn of any; `users` requests at a time."""
+    history = [text(f"chat {i}", tokens, vocabulary) for i in range(chats)]
+    cached = prompt = 0
+    for turn in range(TURNS):
+        with ThreadPoolExecutor(users) as pool:
+            answers = list(pool.map(lambda ids: client.generate(ids, ANSWER_TOKENS, logprobs=False), history))
+        for i, answer in enumerate(answers):
+            if turn:
+                cached += answer.cached_tokens
+                prompt += answer.prompt_tokens
+            more = text(f"chat {i} turn {turn}", LATER_TOKENS, vocabulary)
+            history[i] = [*history[i], *answer.output_ids, *more]
+    return Chats(cached, prompt)
+
+
+def curve(client: Client, name: str, counts: list[int], vocabulary: int) -> dict[int, Chats]:
+    seen = {}
+    for count in counts:
+        client.flush()
+        seen[count] = chat_turns(client, count, vocabulary)
+        print(f"  {name}, {count} chats: {seen[count]}", flush=True)
+    return seen

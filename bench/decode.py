@@ -1,0 +1,162 @@
+"""Decode step times, prefill rates and kernel profiles of running servers. Clients only: they take turns on one GPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rivals import text
+
+from sglang_dsv4.serving import Client, ServerError
+
+DECODE_STEPS, REPEATS = 96, 5
+PROFILED_STEPS = 8
+
+
+def batch_seconds(client: Client, prompts: list[list[int]], steps: int) -> float:
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True},
+    }
+    started = time.perf_counter()
+    client.post("/generate", body)
+    return time.perf_counter() - started
+
+
+def token_ms(client: Client, prompts: list[list[int]]) -> float:
+    """Milliseconds a decode step of the whole batch, whose prompts are cached."""
+    short, long = (batch_seconds(client, prompts, steps) for steps in (1, 1 + DECODE_STEPS))
+    return (long - short) / DECODE_STEPS * 1e3
+
+
+def alternated(clients: dict[str, Client], prompts: list[list[int]]) -> dict[str, list[float]]:
+    """`token_ms` of every server in turn, REPEATS times."""
+    times: dict[str, list[float]] = {name: [] for name in clients}
+    for client in clients.values():
+        batch_seconds(client, prompts, 2)
+    for _ in range(REPEATS):
+        for name, client in clients.items():
+            times[name].append(token_ms(client, prompts))
+    return times
+
+
+def shared_prompts(context: int, batch: int, vocabulary: int) -> list[list[int]]:
+    prefix = text(f"prefix {context}", context, vocabulary)
+    return [[*prefix, *text(f"tail {i}", 8, vocabulary)] for i in range(batch)]
+
+
+def shared_cells(
+    clients: dict[str, Client], vocabulary: int, contexts: list[int], batches: list[int]
+) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Step times where all requests share one cached prefix."""
+    for context in contexts:
+        for client in clients.values():
+            client.flush()
+            client.generate(text(f"prefix {context}", context, vocabulary), 1, logprobs=False)
+        for batch in batches:
+            yield f"{batch} x {context} shared", alternated(clients, shared_prompts(context, batch, vocabulary))
+
+
+def distinct_cell(
+    clients: dict[str, Client], vocabulary: int, context: int, batch: int
+) -> tuple[str, dict[str, list[float]]]:
+    """Step times where every request has a context of its own, cached."""
+    prompts = [text(f"own {context} {i}", context, vocabulary) for i in range(batch)]
+    for client in clients.values():
+        client.flush()
+        for ids in prompts:
+            client.generate(ids, 1, logprobs=False)
+    return f"{batch} x {context} distinct", alternated(clients, [[*ids, 1, 2, 3, 4] for ids in prompts])
+
+
+def prefill_rates(clients: dict[str, Client], vocabulary: int, context: int = 32768) -> dict[str, list[float]]:
+    """Prompt tokens a second of one cold prompt, every server in turn, REPEATS times."""
+    rates: dict[str, list[float]] = {name: [] for name in clients}
+    for i in range(REPEATS + 1):
+        for name, client in clients.items():
+            client.flush()
+            answer = client.generate(text(f"cold {i}", context, vocabulary), 1, logprobs=False)
+            rates[name].append(context / answer.first_token_s)
+    return {name: all_of[1:] for name, all_of in rates.items()}  # the first prompt compiles what it needs
+
+
+def long_turns(client: Client, vocabulary: int, chats: int, tokens: int, turns: int) -> dict[str, list[float]]:
+    """Cached tokens and seconds of each turn of a few long conversations, one request after the other."""
+    client.flush()
+    history = [text(f"long {i}", tokens, vocabulary) for i in range(chats)]
+    cached: list[float] = []
+    seconds: list[float] = []
+    for turn in range(turns):
+        answers = [client.generate(ids, 32, logprobs=False) for ids in history]
+        cached.append(sum(a.cached_tokens for a in answers))
+        seconds.append(round(statistics.median(a.first_token_s for a in answers), 4))
+        for i, answer in enumerate(answers):
+            history[i] = [*history[i], *answer.output_ids, *text(f"long {i} turn {turn}", 224, vocabulary)]
+    return {"cached": cached, "first_token_s": seconds}
+
+
+def profile(client: Client, prompts: list[list[int]], folder: Path | None = None) -> dict[str, Any]:
+    """Kernels of one decode step of the batch: SGLang's own profiler over PROFILED_STEPS replayed steps.
+
+    Raises ServerError where no trace appears.
+    """
+    folder = folder or Path(tempfile.mkdtemp())
+    batch_seconds(client, prompts, 2)
+    decoding = threading.Thread(target=batch_seconds, args=(client, prompts, 400))
+    decoding.start()
+    time.sleep(1.5)  # behind the prefill
+    client.start_profile(folder, PROFILED_STEPS)
+    decoding.join()
+    for _ in range(100):
+        found = sorted(folder.rglob("*.trace.json*"))
+        if found:
+            time.sleep(1.0)  # until it is written to its end
+            return summary(json.loads(gzip.open(found[0]).read()))
+        time.sleep(0.2)
+    raise ServerError(f"{client.url} wrote no profile to {folder}")
+
+
+def plain_name(name: str) -> str:
+    """A kernel's name without arguments and template parameters."""
+    bare = re.sub(r"^(void|static) ", "", name.replace("(anonymous namespace)::", ""))
+    return re.split(r"[<(]", bare, maxsplit=1)[0][-70:]
+
+
+def summary(trace: dict[str, Any]) -> dict[str, Any]:
+    """Per step: microseconds, how long any kernel ran, and each kernel's launches and time.
+
+    Steps replay the same kernels, so totals are divided by the number of steps; what stands between steps counts.
+    """
+    events = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
+    events.sort(key=lambda e: e["ts"])
+    if not events:
+        return {"kernels": 0}
+    span = events[-1]["ts"] + events[-1]["dur"] - events[0]["ts"]
+    busy, end = 0.0, 0.0
+    for e in events:  # kernels on several streams overlap
+        busy += max(0.0, e["ts"] + e["dur"] - max(e["ts"], end))
+        end = max(end, e["ts"] + e["dur"])
+    count: dict[str, int] = defaultdict(int)
+    total: dict[str, float] = defaultdict(float)
+    for e in events:
+        count[plain_name(e["name"])] += 1
+        total[plain_name(e["name"])] += e["dur"]
+    steps = PROFILED_STEPS
+    order = sorted(total, key=lambda name: -total[name])
+    return {
+        "steps": steps,
+        "step_us": round(span / steps, 1),
+        "busy_us": round(busy / steps, 1),
+        "kernel_us": round(sum(total.values()) / steps, 1),
+        "kernels": round(len(events) / steps, 1),
+        "by_kernel": [[name, round(count[name] / steps, 2), round(total[name] / steps, 2)] for name in order],
+    }
