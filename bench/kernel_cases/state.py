@@ -25,7 +25,7 @@ from sglang_dsv4.geometry import (
     WINDOW,
     WINDOW_GROUPS,
 )
-from sglang_dsv4.ops.append_window import append_window_cuda
+from sglang_dsv4.ops.append_window import WindowNorm, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state_cuda
 from sglang_dsv4.ops.flush import CompressorParams, flush_csa_cuda, flush_hca_cuda
 from sglang_dsv4.ops.gather import gather_cuda
@@ -38,6 +38,7 @@ BATCHES = (1, 16, 64, 256)
 MODELS = {"Flash": (43, 21), "Pro": (61, 30)}  # layers, CSA layers
 CSA_TOKEN = 4 * (HEAD_DIM + INDEX_DIM) * 4  # bytes of one token's CSA projections, float32
 HCA_TOKEN = 2 * HEAD_DIM * 4
+RAW_COLUMNS = HEAD_DIM + 1024  # of the product that holds a layer's raw window rows and its low-rank queries
 
 
 def make_meta(spans: list[tuple[int, int]], pages: list[int], device: torch.device, *, slot0: int = 1) -> StepMeta:
@@ -112,6 +113,18 @@ class Layers:
         kv = self.randn(self.sets, self.tokens, HEAD_DIM, dtype=torch.bfloat16)
         return lambda i: append_window_cuda(window, kv[i], self.metas[i], codec=CODEC)
 
+    def append_raw(self) -> tuple[Callable[[int], object], Callable[[int], object] | None]:
+        """Raw projections, columns of a wider product; and the in-tree kernel on the same rows."""
+        window = torch.zeros(WINDOW_GROUPS * self.slots, MAIN_FP8.group_bytes, dtype=torch.uint8, device=self.device)
+        wide = self.randn(self.sets, self.tokens, RAW_COLUMNS, dtype=torch.bfloat16)
+        weight = torch.ones(HEAD_DIM, dtype=torch.bfloat16, device=self.device)
+        norm = WindowNorm(weight, 1e-6, self.rope)
+
+        def run(i: int) -> None:
+            append_window_cuda(window, wide[i, :, :HEAD_DIM], self.metas[i], codec=CODEC, norm=norm)
+
+        return run, in_tree.store_raw(wide[:, :, :HEAD_DIM], weight, [m.positions for m in self.metas], self.device)
+
     def csa(self) -> Callable[[int], object]:
         main, index = compressor(CSA_RATIO, HEAD_DIM, self.rope), compressor(CSA_RATIO, INDEX_DIM, self.rope)
         x = self.randn(self.sets, self.tokens, 4 * HEAD_DIM)
@@ -175,6 +188,10 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
             if name == "staggered":
                 append = layers.append()
                 yield Case("append_window", shape, append_bytes(spans), append, layers.sets)
+                raw, rival = layers.append_raw()
+                rival_name = "SGLang 0.5.23 fused_k_norm_rope_flashmla" if rival else None
+                moved = append_bytes(spans) + batch * ROPE_DIM * 4
+                yield Case("append_window, raw", shape, moved, raw, layers.sets, rival=rival_name, rival_run=rival)
                 csa = layers.csa()
 
                 def both(i: int, append=append, csa=csa) -> None:
