@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_cases.base import Case, Timer, sets_for
+from kernel_cases.base import Case, Timer, first_line, op_wanted, sets_for, wanted
 from sglang_dsv4.formats import hadamard, index_codec, main_codec
 from sglang_dsv4.geometry import (
     CSA_RATIO,
@@ -83,22 +83,22 @@ def row_pool(groups: int, device: torch.device) -> Tensor:
     return pool
 
 
-def importable(name: str) -> Any:
+def importable(name: str) -> tuple[Any, str]:
+    """A rival's module and "", or None and why it is no rival here."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(name), ""
     except Exception as error:
-        print(f"{name} is no rival here: {str(error).splitlines()[0] if str(error) else error!r}", flush=True)
-        return None
+        return None, f"cannot be imported: {first_line(error)}"
 
 
-def fastest(rivals: dict[str, Callable[[int], object]], sets: int) -> tuple[str | None, Any]:
-    """Name and launcher of the fastest rival that runs here; prints all."""
+def fastest(rivals: dict[str, Callable[[int], object]], sets: int, not_run: list[str]) -> tuple[str | None, Any]:
+    """Name and launcher of the fastest rival that runs here; prints all, and adds to `not_run` those that fail."""
     best: tuple[float, str | None, Any] = (float("inf"), None, None)
     for name, run in rivals.items():
         try:
             us = Timer(run, sets).median_us()
         except Exception as error:
-            print(f"  rival {name} failed: {str(error).splitlines()[0][:120]}", flush=True)
+            not_run.append(f"{name}: {first_line(error)}")
             continue
         print(f"  rival {name}: {us:.2f} us", flush=True)
         best = min(best, (us, name, run), key=lambda b: b[0])
@@ -109,17 +109,24 @@ def fastest(rivals: dict[str, Callable[[int], object]], sets: int) -> tuple[str 
 
 
 def score_cases(device: torch.device) -> Iterator[Case]:
-    deep_gemm = importable("deep_gemm")
+    deep_gemm, reason = importable("deep_gemm")
     shapes = [(b, c) for b in BATCHES for c in ("4K", "32K", "128K")] + [(1, "1M"), (16, "1M")]
     for layout in (INDEX_FP4, INDEX_FP8):
         for batch, name in shapes:
-            if batch == 256 and name == "128K":
-                continue
-            yield _scores(layout, batch, name, device, deep_gemm)
-    yield _prefill_scores(device)
+            if (batch, name) != (256, "128K") and wanted("index_scores", _scores_shape(layout, batch, name)):
+                yield _scores(layout, batch, name, device, deep_gemm, reason)
+    if wanted("index_scores", CHUNK_SHAPE):
+        yield _prefill_scores(device)
 
 
-def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep_gemm: Any) -> Case:
+CHUNK_SHAPE = "mxfp4 chunk of 8192 at 32K"
+
+
+def _scores_shape(layout: RowLayout, batch: int, name: str) -> str:
+    return f"{layout.name} batch {batch} at {name}"
+
+
+def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep_gemm: Any, reason: str) -> Case:
     context = CONTEXTS[name]
     entries, codec = context // CSA_RATIO, index_codec(layout)
     num_bytes = batch * (entries * (layout.row_bytes + 4) + INDEX_HEADS * (INDEX_DIM + 1) * 4)
@@ -133,9 +140,12 @@ def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep
     def run(i: int) -> Tensor:
         return index_scores_cuda(q[i], weights[i], pools[i], metas[i], codec=codec, max_entries=entries)
 
-    rival = rival_run = None
-    if deep_gemm is not None:
-        # The in-tree scoring: FP8 keys in blocks of 64 rows. On MXFP4 keys it is given as many FP8 ones.
+    rival, rival_run, not_run = "deep_gemm.fp8_paged_mqa_logits", None, []
+    try:
+        if deep_gemm is None:
+            raise ImportError(reason)
+        # The in-tree scoring: FP8 keys in blocks of 64 rows. On MXFP4 keys it is given as many FP8 ones. What a step's
+        # layers share, its plan, is made outside.
         fp8 = pools if layout is INDEX_FP8 else [key_pool(INDEX_FP8, p.shape[0], device) for p in pools]
         caches = [p.view(p.shape[0], GROUP_ROWS, 1, INDEX_FP8.row_bytes) for p in fp8]
         blocks = -(-entries // GROUP_ROWS)
@@ -143,14 +153,17 @@ def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep
         q8 = [x.to(torch.float8_e4m3fn).view(batch, 1, INDEX_HEADS, INDEX_DIM) for x in q]
         lens = torch.full((batch, 1), entries, dtype=torch.int32, device=device)
         plan = deep_gemm.get_paged_mqa_logits_metadata(lens, GROUP_ROWS, deep_gemm.get_num_sms())
-        rival = "deep_gemm.fp8_paged_mqa_logits"
 
         def rival_run(i: int) -> Tensor:
-            return deep_gemm.fp8_paged_mqa_logits(q8[i], caches[i], weights[i], lens, tables[i], plan, entries, False)
+            return deep_gemm.fp8_paged_mqa_logits(
+                q8[i], caches[i], weights[i], lens, tables[i], plan, entries, clean_logits=False
+            )
+    except Exception as error:
+        not_run.append(f"{rival}: {first_line(error)}")
 
     flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
-    shape = f"{layout.name} batch {batch} at {name}"
-    return Case("index_scores", shape, num_bytes, run, sets, flops, rival, rival_run)
+    shape = _scores_shape(layout, batch, name)
+    return Case("index_scores", shape, num_bytes, run, sets, flops, rival, rival_run, not_run=not_run)
 
 
 def _prefill_scores(device: torch.device) -> Case:
@@ -165,7 +178,7 @@ def _prefill_scores(device: torch.device) -> Case:
         return index_scores_cuda(q, weights, pool, meta, codec=codec, max_entries=entries)
 
     num_bytes = 4 * pairs + q.numel() * 2 + pool.numel()
-    return Case("index_scores", "mxfp4 chunk of 8192 at 32K", num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
+    return Case("index_scores", CHUNK_SHAPE, num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
 
 
 # sparse_attention
@@ -304,6 +317,9 @@ def _prefill(model: str, heads: int, width: int, device: torch.device) -> Iterat
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    yield from score_cases(device)
-    yield from attention_cases(device)
-    yield from prefill_cases(device)
+    if op_wanted("index_scores"):
+        yield from score_cases(device)
+    if op_wanted("sparse_attention"):
+        yield from attention_cases(device)
+    if op_wanted("sparse_prefill"):
+        yield from prefill_cases(device)
