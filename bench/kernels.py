@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import kernel_cases  # noqa: E402
-from kernel_cases.base import Case, Timer, copy_bandwidth, copy_us, warm_up  # noqa: E402
+from kernel_cases.base import Case, Timer, copy_bandwidth, copy_us, first_line, select, warm_up  # noqa: E402
 
 ROUNDS = 5
 
@@ -43,12 +43,12 @@ def commit() -> str:
 
 def measure(case: Case, bandwidth: float, device: torch.device) -> dict[str, Any]:
     ours = Timer(case.run, case.sets)
-    rival = None
+    rival, not_run = None, list(case.not_run)
     if case.rival_run:
         try:
             rival = Timer(case.rival_run, case.sets)
         except Exception as error:  # a rival that does not run here must not cost our own figure
-            print(f"{case.op}, {case.shape}: rival failed: {str(error).splitlines()[0]}", flush=True)
+            not_run.append(f"{case.rival}: {first_line(error)}")
     us, rival_us = [], []
     for _ in range(ROUNDS):
         us.append(ours.median_us())
@@ -65,6 +65,7 @@ def measure(case: Case, bandwidth: float, device: torch.device) -> dict[str, Any
         "copy_us": round(copy_us(case.bytes, device), 2),
         "rival": case.rival if rival else None,
         "rival_us": round(statistics.median(rival_us), 2) if rival_us else None,
+        "not_run": not_run,
         "spread_us": [round(min(us), 2), round(max(us), 2)],
     }
     if case.flops:
@@ -89,6 +90,7 @@ def main() -> int:
     modules = sorted(m.name for m in pkgutil.iter_modules(kernel_cases.__path__) if m.name not in ("base", "in_tree"))
     chosen = [m for m in modules if m in args.only] or modules
     texts = [t for t in args.only if t not in modules]
+    select(texts)
     results: list[dict[str, Any]] = []
     for name in chosen:
         module = importlib.import_module(f"kernel_cases.{name}")
@@ -98,13 +100,14 @@ def main() -> int:
             try:
                 row = measure(case, bandwidth, device)
             except Exception as error:  # a case that fails must not cost the others their numbers
-                print(f"{case.op:26} {case.shape:38} failed: {str(error).splitlines()[0]}", flush=True)
+                print(f"{case.op:26} {case.shape:38} failed: {first_line(error)}", flush=True)
                 continue
             finally:
                 del case
                 gc.collect()
             results.append({**row, "card": card, "commit": revision, "copy_gbps": round(bandwidth / 1e9, 1)})
-            rival = f"{row['rival']} {row['rival_us']} us" if row["rival"] else ""
+            rivals = [f"{row['rival']} {row['rival_us']} us"] if row["rival"] else []
+            rival = "; ".join([*rivals, *(f"not run: {reason}" for reason in row["not_run"])])
             print(
                 f"{row['op']:26} {row['shape']:38} {row['us']:9.2f} {row['bytes'] / 1e6:9.3f} {row['gbps']:7.0f} "
                 f"{100 * row['share_of_copy']:5.1f}% {row['copy_us']:8.2f}  {rival}",

@@ -9,6 +9,7 @@
 // `score_many` many queries a request (prefill): a block holds 256 keys in registers and streams the images of its
 //              queries past them; `make_images` wrote those once.
 #include "dsv4/check.h"
+#include "dsv4/grid.cuh"
 #include "dsv4/index_keys.cuh"
 #include "dsv4/meta.cuh"
 
@@ -64,7 +65,8 @@ struct Params {
   }
 };
 
-// MXFP4 keys are summed on the tensor cores (ReluSum): their scoring is bound by instructions, that of FP8 keys by memory.
+// MXFP4 keys of few queries are summed on the tensor cores (ReluSum): their scoring is bound by instructions, that of FP8
+// keys by memory. Many queries a key keep the tensor cores busy with products, so there the sums are float32.
 template <typename Layout, bool kHopper>
 constexpr bool kHalfSums = kHopper && KeyShare<Layout>::kPieces == 1;
 
@@ -85,13 +87,13 @@ struct ImageShare {
     }
   }
 
-  template <bool kHopper>
+  template <bool kHopper, bool kHalf>
   __device__ __forceinline__ void write(uint8_t* image, float* weights, int warp, int lane) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int head = warp + kWarps * i;
       const float scale = write_image_row<Layout, kHopper>(image, head, lane, x[i]);
-      if (lane == 0) weights[head] = (kHalfSums<Layout, kHopper> ? 1.0f : 0.5f) * weight[i] * scale;  // weigh() sums 2 relu
+      if (lane == 0) weights[head] = (kHalf ? 1.0f : 0.5f) * weight[i] * scale;  // weigh() sums 2 relu
     }
   }
 };
@@ -148,6 +150,8 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
   __shared__ int warp_sums[kWarps];
   __shared__ __align__(16) float weights[kMaxHeads];
 
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int lane = threadIdx.x & 31, block_warp = threadIdx.x >> 5;
   const int team = block_warp >> 2, warp = block_warp & 3;
   uint8_t* const image = raw_shared + ((1024 - (shared_address(raw_shared) & 1023)) & 1023);
@@ -242,7 +246,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) copy(i, i * kStageBytes);
 
-    share.template write<kHopper>(image, weights, block_warp, lane);
+    share.template write<kHopper, kHalfSums<Layout, kHopper>>(image, weights, block_warp, lane);
     if constexpr (kHopper) hopper::fence_async_shared();
     __syncthreads();
 
@@ -344,8 +348,8 @@ __global__ void __launch_bounds__(kManyThreads) make_images(const __grid_constan
   if (p.meta.request_of(token) < 0) return;
   ImageShare<Layout, kManyThreads / 32> share;
   share.load(p, token, warp, lane);
-  share.template write<kHopper>(p.images + static_cast<int64_t>(token) * kImageBytes<kHopper>,
-                                p.image_weights + static_cast<int64_t>(token) * kMaxHeads, warp, lane);
+  share.template write<kHopper, false>(p.images + static_cast<int64_t>(token) * kImageBytes<kHopper>,
+                                       p.image_weights + static_cast<int64_t>(token) * kMaxHeads, warp, lane);
 }
 
 constexpr int kQueryTile = 64;  // queries of one request a block
@@ -460,36 +464,19 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
         }
         hopper::wgmma_commit();
       }
-      const auto finish = [&](const float(&dot)[32], int t, auto&& weighing) {
+      float weight[16];
+      load_weights(weights, lane, weight);
+      const auto finish = [&](const float(&dot)[32], int t) {
         float sum[2];
-        weighing(dot, sum);
-        if constexpr (kHalfSums<Layout, kHopper>) {  // both sums are in the quad's first thread
-          sum[0] = __shfl_sync(kFullMask, sum[0], lane & ~3);
-          sum[1] = __shfl_sync(kFullMask, sum[1], lane & ~3);
-        }
+        weigh(dot, weight, sum);
         store_scores(out, visible, first_entry + t * kKeyTile, lane, sum, factor[t]);
       };
-      const auto both = [&](auto&& weighing) {
-        hopper::wgmma_wait<1>();
-        hopper::wgmma_registers(dots[0]);
-        finish(dots[0], 0, weighing);
-        hopper::wgmma_wait<0>();
-        hopper::wgmma_registers(dots[1]);
-        finish(dots[1], 1, weighing);
-      };
-      if constexpr (kHalfSums<Layout, kHopper>) {
-        ReluSum relu;
-        relu.start(weights, lane);
-        both([&](const float(&dot)[32], float(&sum)[2]) {
-          unsigned packed[4][4];
-          ReluSum::pack(dot, packed);
-          relu.sum(packed, sum);
-        });
-      } else {
-        float weight[16];
-        load_weights(weights, lane, weight);
-        both([&](const float(&dot)[32], float(&sum)[2]) { weigh(dot, weight, sum); });
-      }
+      hopper::wgmma_wait<1>();
+      hopper::wgmma_registers(dots[0]);
+      finish(dots[0], 0);
+      hopper::wgmma_wait<0>();
+      hopper::wgmma_registers(dots[1]);
+      finish(dots[1], 1);
     } else {
       float weight[16];
       load_weights(weights, lane, weight);
@@ -515,6 +502,7 @@ void launch_scores(const TensorView& anchor, const Params<Layout>& p, bool many)
     shape.grid = dim3(tokens > 0 && tokens <= blocks ? blocks / tokens * tokens : blocks);
     shape.block = dim3(kFewThreads);
     shape.dynamic_smem = kFewShared<Layout, kHopper>;
+    shape.overlap = true;
     if (tokens > 0) launch(anchor, shape, score_few<Layout, kHopper>, p);
     return;
   }

@@ -1,6 +1,11 @@
 // The entries with the highest scores, ascending by id; contract in sglang_dsv4/ops/index_topk.py.
 //
-// A block (or a cluster, which shares its histograms) owns a row and keeps it in shared memory:
+// Short rows (select_short): a block holds the row in registers, four ids in a row a thread. One histogram of 2048 equal
+// intervals between the lowest and the highest score; the interval of the k-th is settled by ranking its few scores by
+// (score, lower id), or by halving the range of their bits where they are many. A prefix sum over the threads, which hold
+// ids in order, places what is selected. Five barriers in all.
+//
+// Longer rows: a block (or a cluster, which shares its histograms) owns a row and keeps it in shared memory:
 //   1. a lower bound of the k-th score from the warps' own maxima, and the highest score; the few scores that reach the
 //      bound, the survivors, are listed: all that follows looks at them alone;
 //   2. a histogram of 2048 equal intervals between the two; the interval of the k-th score; survivors above it are
@@ -11,6 +16,7 @@
 // Rows too long to keep are read again from the L2 cache in each pass. NaN ranks below every number.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
+#include "dsv4/grid.cuh"
 #include "dsv4/hopper.cuh"
 #include "dsv4/meta.cuh"
 #include "dsv4/mma.cuh"
@@ -27,6 +33,13 @@ constexpr int kMaxCluster = 8;
 constexpr int kAlone = 16384;  // visible entries up to which one block of a cluster works alone
 constexpr int kCsaShift = 2;
 constexpr int kStep = 128;  // ids a warp reads at once
+constexpr int kRanked = 128;  // scores in the k-th interval of a short row that are ranked one by one
+constexpr int kShort = 8192;  // entries of the longest row that a block of 1024 threads holds in registers
+
+template <int kThreads>
+constexpr int kSegments = kShort / (4 * 1024);  // float4 that a thread holds
+template <int kThreads>
+constexpr int kShortRow = 4 * kThreads * kSegments<kThreads>;
 
 struct Params {
   StepMeta meta;
@@ -37,6 +50,7 @@ struct Params {
   int topk;
   bool physical;
   bool aligned;  // rows start at 16-byte addresses
+  bool short_rows;
 };
 
 // Order-preserving map of floats to integers and back; both zeros are one value.
@@ -241,6 +255,274 @@ __device__ __forceinline__ int sum_before(Shared& shared, int own, int part, int
 }
 
 __device__ __forceinline__ void mark(unsigned* map, int place) { atomicOr(&map[place >> 5], 1u << (place & 31)); }
+
+// What a block needs for a short row.
+struct Short {
+  int bins[kBins];  // from the highest interval down
+  unsigned long long ranked[kRanked];
+  int pages[kShort / (kGroupRows / 2)];  // 32 or 64 entries a page
+  unsigned lows[32], highs[32];
+  int sums[32];
+  unsigned counts[2][32];
+  int reached[40];  // by step of the bisection
+  unsigned low, high;
+  int num_ranked;
+};
+static_assert(sizeof(Short) <= sizeof(Shared));
+
+// Four scores of a row from `id` on, as far as the row's buffer goes. Volatile, so that they are under way before the
+// row's length is known: what lies behind it is loaded but never looked at.
+__device__ __forceinline__ float4 early_scores(const Params& p, int token, int id) {
+  const float* row = p.scores + token * p.stride + id;
+  float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (p.aligned && id + 3 < p.width) {
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(row));
+  } else {
+    if (id < p.width) v.x = row[0];
+    if (id + 1 < p.width) v.y = row[1];
+    if (id + 2 < p.width) v.z = row[2];
+    if (id + 3 < p.width) v.w = row[3];
+  }
+  return v;
+}
+
+// For each segment, how many of `own` stand before this thread's in the order of ids. Counts are below 2^16.
+template <int kThreads>
+__device__ __forceinline__ void ranks_before(Short& shared, int buffer, const int (&own)[2], int (&before)[2]) {
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const unsigned packed = static_cast<unsigned>(own[0]) | static_cast<unsigned>(own[1]) << 16;
+  const unsigned inclusive = static_cast<unsigned>(inclusive_sum(static_cast<int>(packed), lane));
+  if (lane == 31) shared.counts[buffer][warp] = inclusive;
+  __syncthreads();
+  const unsigned counts = lane < kWarps ? shared.counts[buffer][lane] : 0;
+  const unsigned total = __reduce_add_sync(kFullMask, counts);
+  const unsigned lower = __reduce_add_sync(kFullMask, lane < warp ? counts : 0) + inclusive - packed;
+  before[0] = static_cast<int>(lower & 0xffffu);
+  before[1] = static_cast<int>((total & 0xffffu) + (lower >> 16));
+}
+
+// Selects from a row of more than topk and at most kShortRow entries. x[0] holds the thread's first scores already.
+template <int kThreads>
+__device__ __forceinline__ void select_short(const Params& p, Short& shared, int token, int request, int visible,
+                                             const float4& first) {
+  constexpr int kWarps = kThreads / 32, kPart = 4 * kThreads;
+  static_assert(kSegments<kThreads> == 2, "two segments are packed into one sum");
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, topk = p.topk;
+  const int rows_shift = p.meta.page_shift - kCsaShift;
+  const bool longer = visible > kPart;
+  float x[8];  // ids 4 t .. 4 t + 3, then kPart behind them
+  {
+    const float4 second = longer ? early_scores(p, token, kPart + 4 * threadIdx.x) : make_float4(0, 0, 0, 0);
+    const float both[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = number(both[i]);
+  }
+  const auto id_of = [&](int i) { return static_cast<int>(4 * threadIdx.x) + (i / 4) * kPart + i % 4; };
+
+  for (int i = 4 * threadIdx.x; i < kBins; i += kPart) *reinterpret_cast<int4*>(shared.bins + i) = make_int4(0, 0, 0, 0);
+  if (threadIdx.x < 40) shared.reached[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.num_ranked = 0, shared.low = 0xffffffffu, shared.high = 0;
+  if (p.physical) {
+    const int columns = (visible + (1 << rows_shift) - 1) >> rows_shift;
+    for (int i = threadIdx.x; i < columns; i += kThreads) {
+      shared.pages[i] = i < p.meta.max_pages ? p.meta.page_table[request * p.meta.page_table_stride + i] : -1;
+    }
+  }
+
+  float low = INFINITY, high = -INFINITY;
+  unsigned seen = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (id_of(i) >= visible) continue;
+    seen |= 1u << i;
+    low = fminf(low, x[i]);
+    high = fmaxf(high, x[i]);
+  }
+  const unsigned warp_low = __reduce_min_sync(kFullMask, seen ? ordered(low) : 0xffffffffu);
+  const unsigned warp_high = __reduce_max_sync(kFullMask, seen ? ordered(high) : 0u);
+  if (lane == 0) shared.lows[warp] = warp_low, shared.highs[warp] = warp_high;
+  __syncthreads();
+  unsigned low_key = __reduce_min_sync(kFullMask, lane < kWarps ? shared.lows[lane] : 0xffffffffu);
+  unsigned high_key = __reduce_max_sync(kFullMask, lane < kWarps ? shared.highs[lane] : 0u);
+  low = from_ordered(low_key);
+  high = from_ordered(high_key);
+
+  const float per_unit = kBins / (high - low);
+  const bool spread = low > -INFINITY && high < INFINITY && per_unit > 0.0f && per_unit < INFINITY;
+  unsigned selected = 0, candidates = seen;  // bit i: id_of(i)
+  int wanted = topk, listed = visible;
+  if (spread) {
+    const auto interval = [&](float score) { return max(kBins - 1 - static_cast<int>((score - low) * per_unit), 0); };
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (seen >> i & 1) atomicAdd(&shared.bins[interval(x[i])], 1);
+    }
+    __syncthreads();
+    constexpr int kSegment = kBins / kWarps, kEach = kSegment / 32;
+    const auto lane_bins = [&](int of_warp, int(&bins)[kEach]) {
+      const int* source = shared.bins + of_warp * kSegment + lane * kEach;
+      if constexpr (kEach == 2) {
+        const int2 v = *reinterpret_cast<const int2*>(source);
+        bins[0] = v.x, bins[1] = v.y;
+      } else {
+        const int4 v = *reinterpret_cast<const int4*>(source);
+        bins[0] = v.x, bins[1] = v.y, bins[2] = v.z, bins[3] = v.w;
+      }
+      int sum = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sum += bins[i];
+      return sum;
+    };
+    int bins[kEach];
+    const int warp_sum = __reduce_add_sync(kFullMask, lane_bins(warp, bins));
+    if (lane == 0) shared.sums[warp] = warp_sum;
+    __syncthreads();
+    const int own = lane < kWarps ? shared.sums[lane] : 0;
+    const int upto = inclusive_sum(own, lane);
+    const int at = __ffs(__ballot_sync(kFullMask, upto >= topk)) - 1;  // there is one: more than topk are counted
+    const int sum = lane_bins(at, bins);
+    const int through = __shfl_sync(kFullMask, upto - own, at) + inclusive_sum(sum, lane);
+    const int source = __ffs(__ballot_sync(kFullMask, through >= topk)) - 1;
+    int before = through - sum, bin = 0;
+#pragma unroll
+    for (int i = 0; i < kEach - 1; ++i) {
+      if (bin == i && before + bins[i] < topk) before += bins[i], bin = i + 1;
+    }
+    int inside = bins[0];
+#pragma unroll
+    for (int i = 1; i < kEach; ++i) inside = bin == i ? bins[i] : inside;
+    bin += at * kSegment + lane * kEach;
+    bin = __shfl_sync(kFullMask, bin, source);
+    wanted = topk - __shfl_sync(kFullMask, before, source);
+    listed = __shfl_sync(kFullMask, inside, source);
+    candidates = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (!(seen >> i & 1)) continue;
+      const int place = interval(x[i]);
+      selected |= static_cast<unsigned>(place < bin) << i;
+      candidates |= static_cast<unsigned>(place == bin) << i;
+    }
+  }
+
+  if (listed == wanted) {
+    selected |= candidates;
+  } else if (listed <= kRanked) {
+    const auto entry = [&](int i) {
+      return static_cast<unsigned long long>(ordered(x[i])) << 32 | (0xffffffffu - static_cast<unsigned>(id_of(i)));
+    };
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (candidates >> i & 1) shared.ranked[atomicAdd(&shared.num_ranked, 1)] = entry(i);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (!(candidates >> i & 1)) continue;
+      const unsigned long long mine = entry(i);
+      int rank = 0;
+      for (int other = 0; other < listed; ++other) rank += shared.ranked[other] > mine;
+      selected |= static_cast<unsigned>(rank < wanted) << i;
+    }
+  } else {
+    if (spread) {
+      low_key = 0xffffffffu, high_key = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (!(candidates >> i & 1)) continue;
+        low_key = min(low_key, ordered(x[i]));
+        high_key = max(high_key, ordered(x[i]));
+      }
+      low_key = __reduce_min_sync(kFullMask, low_key);
+      high_key = __reduce_max_sync(kFullMask, high_key);
+      if (lane == 0) atomicMin(&shared.low, low_key), atomicMax(&shared.high, high_key);
+      __syncthreads();
+      low_key = shared.low, high_key = shared.high;
+    }
+    int step = 0;
+    const auto reaching = [&](unsigned key) {  // candidates of at least `key`
+      int count = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) count += (candidates >> i & 1) && ordered(x[i]) >= key;
+      count = __reduce_add_sync(kFullMask, count);
+      if (lane == 0 && count) atomicAdd(&shared.reached[step], count);
+      __syncthreads();
+      return shared.reached[step++];
+    };
+#pragma unroll 1
+    while (low_key < high_key) {  // at least `wanted` reach low_key
+      const unsigned middle = low_key + ((high_key - low_key + 1) >> 1);
+      if (reaching(middle) >= wanted) {
+        low_key = middle;
+      } else {
+        high_key = middle - 1;
+      }
+    }
+    wanted -= reaching(low_key + 1);
+    unsigned equal = 0;
+    int own[2] = {}, before[2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (!(candidates >> i & 1)) continue;
+      const unsigned key = ordered(x[i]);
+      selected |= static_cast<unsigned>(key > low_key) << i;
+      equal |= static_cast<unsigned>(key == low_key) << i;
+      own[i / 4] += key == low_key;
+    }
+    ranks_before<kThreads>(shared, 0, own, before);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (equal >> i & 1) selected |= static_cast<unsigned>(before[i / 4]++ < wanted) << i;
+    }
+  }
+
+  const int own[2] = {__popc(selected & 15u), __popc(selected >> 4)};
+  int place[2];
+  ranks_before<kThreads>(shared, 1, own, place);
+  int32_t* const out = p.out + static_cast<int64_t>(token) * topk;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (!(selected >> i & 1)) continue;
+    const int id = id_of(i);
+    int stored = id;
+    if (p.physical) {
+      const int64_t page = shared.pages[id >> rows_shift];
+      stored = page < 0 ? -1 : static_cast<int>((page << rows_shift) + (id & ((1 << rows_shift) - 1)));
+    }
+    out[place[i / 4]++] = stored;
+  }
+}
+
+__device__ __forceinline__ int visible_of(const Params& p, int token, int request) {
+  return request < 0 ? 0 : static_cast<int>(min((p.meta.positions[token] + 1) >> kCsaShift, static_cast<int64_t>(p.width)));
+}
+
+// Selects all of a row's entries.
+template <int kThreads>
+__device__ __forceinline__ void select_all(const Params& p, int token, int request, int visible) {
+  int32_t* const out = p.out + static_cast<int64_t>(token) * p.topk;
+  for (int i = threadIdx.x; i < p.topk; i += kThreads) {
+    const int stored = p.physical && i < visible ? static_cast<int>(p.meta.entry_row(request, i, kCsaShift)) : i;
+    out[i] = i < visible ? stored : -1;
+  }
+}
+
+// Rows of a buffer that is no wider than a short row.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) short_kernel(const __grid_constant__ Params p) {
+  __shared__ __align__(16) Short shared;
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int token = blockIdx.x;
+  const float4 first = early_scores(p, token, 4 * threadIdx.x);
+  const int request = p.meta.request_of(token), visible = visible_of(p, token, request);
+  if (visible <= p.topk) {
+    select_all<kThreads>(p, token, request, visible);
+  } else {
+    select_short<kThreads>(p, shared, token, request, visible, first);
+  }
+}
 
 // Selects by the bits of the k-th score, eight at a time.
 template <int kThreads, typename Part>
@@ -465,15 +747,16 @@ template <int kThreads, bool kKeep>
 __global__ void __launch_bounds__(kThreads, kThreads == 1024 ? 1 : 2)
     topk_kernel(const __grid_constant__ Params p, const int cluster, const int kept_floats) {
   constexpr int kWarps = kThreads / 32;
-  __shared__ Shared shared;
+  __shared__ __align__(16) Shared shared;
   extern __shared__ __align__(16) float kept[];
   unsigned* const map = reinterpret_cast<unsigned*>(kept + kept_floats);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int token = blockIdx.x / cluster, part = blockIdx.x % cluster;
-  const int request = p.meta.request_of(token);
-  const int64_t position = p.meta.positions[token];
-  const int visible =
-      request < 0 ? 0 : static_cast<int>(min((position + 1) >> kCsaShift, static_cast<int64_t>(p.width)));
+  const float4 early =
+      part == 0 && p.short_rows ? early_scores(p, token, 4 * threadIdx.x) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int request = p.meta.request_of(token), visible = visible_of(p, token, request);
   const int parts = visible > kAlone ? cluster : 1;
   if (part >= parts) return;
   int32_t* const out = p.out + static_cast<int64_t>(token) * p.topk;
@@ -481,7 +764,11 @@ __global__ void __launch_bounds__(kThreads, kThreads == 1024 ? 1 : 2)
     return p.physical ? static_cast<int>(p.meta.entry_row(request, id, kCsaShift)) : id;
   };
   if (visible <= p.topk) {
-    for (int i = threadIdx.x; i < p.topk; i += kThreads) out[i] = i < visible ? stored(i) : -1;
+    select_all<kThreads>(p, token, request, visible);
+    return;
+  }
+  if (visible <= kShortRow<kThreads> && p.short_rows) {
+    select_short<kThreads>(p, reinterpret_cast<Short&>(shared), token, request, visible, early);
     return;
   }
 
@@ -549,6 +836,7 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens) * cluster);
   shape.block = dim3(kThreads);
   shape.cluster = cluster;
+  shape.overlap = true;
   const int all = kept_floats(p.width, cluster, kKeep), scores = kKeep ? all / 33 * 32 : 0;
   shape.dynamic_smem = sizeof(float) * all;
   // Static and dynamic shared memory together may pass the default limit where the dynamic part alone does not.
@@ -558,8 +846,8 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   launch(out, shape, topk_kernel<kThreads, kKeep>, p, cluster, scores);
 }
 
-// `threads` of a block: 0 chooses; -1 chooses and reads rows again in each pass whatever their length, as devices without
-// clusters do with long ones.
+// `threads` of a block: 0 chooses; 1024 treats short rows like longer ones; -1 does and reads rows again in each pass
+// whatever their length, as devices without clusters do with long ones.
 void index_topk(TensorView scores, TensorView out, bool physical, int64_t threads, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
   Params p = {};
@@ -571,6 +859,15 @@ void index_topk(TensorView scores, TensorView out, bool physical, int64_t thread
   p.topk = static_cast<int>(out.size(1));
   p.physical = physical;
   p.aligned = p.stride % 4 == 0 && reinterpret_cast<uintptr_t>(p.scores) % 16 == 0;
+  p.short_rows = threads == 0;
+  if (p.short_rows && p.width <= kShortRow<512>) {
+    LaunchShape shape;
+    shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens));
+    shape.block = dim3(512);
+    shape.overlap = true;
+    launch(out, shape, short_kernel<512>, p);
+    return;
+  }
   const bool many = p.meta.num_tokens > multiprocessors();
   int cluster = 1;  // rows of more than kAlone scores are worth a cluster while blocks are few
   while (cluster < kMaxCluster && (p.width + cluster - 1) / cluster > (many ? 2 * kAlone : kAlone)) cluster *= 2;

@@ -1,1 +1,1 @@
-"""Performance cases of the kernels: each module here offers `cases(select) -> Iterator[Case]`."""
+"""Performance cases of the kernels: each module here offers `cases(device) -> Iterator[Case]`."""

@@ -1,4 +1,4 @@
-"""Cases of the kernels that read the cache: index_query, index_scores, index_topk, sparse_attention, sparse_prefill."""
+"""Cases of the kernels that read the cache: index_scores, sparse_attention, sparse_prefill."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_cases import in_tree
-from kernel_cases.base import Case, Timer, sets_for
+from kernel_cases.base import Case, Timer, first_line, op_wanted, sets_for, wanted
 from sglang_dsv4.formats import hadamard, index_codec, main_codec
 from sglang_dsv4.geometry import (
     CSA_RATIO,
@@ -26,16 +25,14 @@ from sglang_dsv4.geometry import (
     RowLayout,
 )
 from sglang_dsv4.ops import flash_mla, jit
-from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
-from sglang_dsv4.ops.index_topk import index_topk_cuda
 from sglang_dsv4.ops.meta import StepMeta
 from sglang_dsv4.ops.sparse_attention import sparse_attention_cuda
 from sglang_dsv4.ops.sparse_prefill import sparse_prefill_cuda
 
 INDEX_HEADS = 64
 SCALE = HEAD_DIM**-0.5
-CONTEXTS = {"4K": 4096, "32K": 32768, "128K": 131072, "1M": 1 << 20}
+CONTEXTS = {"2K": 2048, "4K": 4096, "16K": 16384, "32K": 32768, "128K": 131072, "1M": 1 << 20}
 BATCHES = (1, 16, 64, 256)
 GEOMETRY = {"Flash": (64, 512), "Pro": (128, 1024)}  # heads, entries that CSA selects
 PAGE = 128
@@ -86,79 +83,50 @@ def row_pool(groups: int, device: torch.device) -> Tensor:
     return pool
 
 
-def importable(name: str) -> Any:
+def importable(name: str) -> tuple[Any, str]:
+    """A rival's module and "", or None and why it is no rival here."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(name), ""
     except Exception as error:
-        print(f"{name} is no rival here: {str(error).splitlines()[0] if str(error) else error!r}", flush=True)
-        return None
+        return None, f"cannot be imported: {first_line(error)}"
 
 
-def fastest(rivals: dict[str, Callable[[int], object]], sets: int) -> tuple[str | None, Any]:
-    """Name and launcher of the fastest rival that runs here; prints all."""
+def fastest(rivals: dict[str, Callable[[int], object]], sets: int, not_run: list[str]) -> tuple[str | None, Any]:
+    """Name and launcher of the fastest rival that runs here; prints all, and adds to `not_run` those that fail."""
     best: tuple[float, str | None, Any] = (float("inf"), None, None)
     for name, run in rivals.items():
         try:
             us = Timer(run, sets).median_us()
         except Exception as error:
-            print(f"  rival {name} failed: {str(error).splitlines()[0][:120]}", flush=True)
+            not_run.append(f"{name}: {first_line(error)}")
             continue
         print(f"  rival {name}: {us:.2f} us", flush=True)
         best = min(best, (us, name, run), key=lambda b: b[0])
     return best[1], best[2]
 
 
-# index_query
-
-
-def query_cases(device: torch.device) -> Iterator[Case]:
-    in_tree.load()
-    module = importable("sglang.kernels.ops.attention.dsv4.norm_rope")
-    for layout in (INDEX_FP4, INDEX_FP8):
-        for tokens in (*BATCHES, 8192) if layout is INDEX_FP4 else (64, 8192):
-            yield _query(layout, tokens, device, module)
-
-
-def _query(layout: RowLayout, tokens: int, device: torch.device, module: Any) -> Case:
-    size = 2 if layout is INDEX_FP4 else 4
-    num_bytes = tokens * INDEX_HEADS * (INDEX_DIM * (2 + size) + 6)
-    sets = min(sets_for(num_bytes), 64)
-    q = torch.randn(sets, tokens, INDEX_HEADS, INDEX_DIM, device=device, dtype=torch.bfloat16)
-    weights = torch.randn(sets, tokens, INDEX_HEADS, device=device, dtype=torch.bfloat16)
-    angle = torch.rand(CONTEXTS["32K"], ROPE_DIM // 2, device=device) * 6.28
-    rope = torch.cat([angle.cos(), angle.sin()], dim=1)
-    positions = torch.randint(0, CONTEXTS["32K"], (tokens,), device=device)
-    codec = index_codec(layout)
-
-    def run(i: int) -> object:
-        return index_query_cuda(q[i], weights[i], rope, positions, codec=codec, scale=0.01)
-
-    rivals: dict[str, Callable[[int], object]] = {}
-    if module is not None:
-        freqs, kind = torch.polar(torch.ones_like(angle), angle), "fp4_quant" if layout is INDEX_FP4 else "quant"
-        fused, narrow = getattr(module, f"fused_q_indexer_rope_hadamard_{kind}"), positions.int()
-        rivals[f"in-tree fused_q_indexer_rope_hadamard_{kind}"] = lambda i: fused(q[i], weights[i], 0.01, freqs, narrow)
-    shape = f"{layout.name} {f'batch {tokens}' if tokens < 8192 else 'chunk of 8192'}"
-    print(f"index_query {shape}", flush=True)
-    rival, rival_run = fastest(rivals, sets)
-    return Case("index_query", shape, num_bytes, run, sets, 0, rival, rival_run)
-
-
 # index_scores
 
 
 def score_cases(device: torch.device) -> Iterator[Case]:
-    deep_gemm = importable("deep_gemm")
+    deep_gemm, reason = importable("deep_gemm")
     shapes = [(b, c) for b in BATCHES for c in ("4K", "32K", "128K")] + [(1, "1M"), (16, "1M")]
     for layout in (INDEX_FP4, INDEX_FP8):
         for batch, name in shapes:
-            if batch == 256 and name == "128K":
-                continue
-            yield _scores(layout, batch, name, device, deep_gemm)
-    yield _prefill_scores(device)
+            if (batch, name) != (256, "128K") and wanted("index_scores", _scores_shape(layout, batch, name)):
+                yield _scores(layout, batch, name, device, deep_gemm, reason)
+    if wanted("index_scores", CHUNK_SHAPE):
+        yield _prefill_scores(device)
 
 
-def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep_gemm: Any) -> Case:
+CHUNK_SHAPE = "mxfp4 chunk of 8192 at 32K"
+
+
+def _scores_shape(layout: RowLayout, batch: int, name: str) -> str:
+    return f"{layout.name} batch {batch} at {name}"
+
+
+def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep_gemm: Any, reason: str) -> Case:
     context = CONTEXTS[name]
     entries, codec = context // CSA_RATIO, index_codec(layout)
     num_bytes = batch * (entries * (layout.row_bytes + 4) + INDEX_HEADS * (INDEX_DIM + 1) * 4)
@@ -172,9 +140,12 @@ def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep
     def run(i: int) -> Tensor:
         return index_scores_cuda(q[i], weights[i], pools[i], metas[i], codec=codec, max_entries=entries)
 
-    rival = rival_run = None
-    if deep_gemm is not None:
-        # The in-tree scoring: FP8 keys in blocks of 64 rows. On MXFP4 keys it is given as many FP8 ones.
+    rival, rival_run, not_run = "deep_gemm.fp8_paged_mqa_logits", None, []
+    try:
+        if deep_gemm is None:
+            raise ImportError(reason)
+        # The in-tree scoring: FP8 keys in blocks of 64 rows. On MXFP4 keys it is given as many FP8 ones. What a step's
+        # layers share, its plan, is made outside.
         fp8 = pools if layout is INDEX_FP8 else [key_pool(INDEX_FP8, p.shape[0], device) for p in pools]
         caches = [p.view(p.shape[0], GROUP_ROWS, 1, INDEX_FP8.row_bytes) for p in fp8]
         blocks = -(-entries // GROUP_ROWS)
@@ -182,14 +153,17 @@ def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep
         q8 = [x.to(torch.float8_e4m3fn).view(batch, 1, INDEX_HEADS, INDEX_DIM) for x in q]
         lens = torch.full((batch, 1), entries, dtype=torch.int32, device=device)
         plan = deep_gemm.get_paged_mqa_logits_metadata(lens, GROUP_ROWS, deep_gemm.get_num_sms())
-        rival = "deep_gemm.fp8_paged_mqa_logits"
 
         def rival_run(i: int) -> Tensor:
-            return deep_gemm.fp8_paged_mqa_logits(q8[i], caches[i], weights[i], lens, tables[i], plan, entries, False)
+            return deep_gemm.fp8_paged_mqa_logits(
+                q8[i], caches[i], weights[i], lens, tables[i], plan, entries, clean_logits=False
+            )
+    except Exception as error:
+        not_run.append(f"{rival}: {first_line(error)}")
 
     flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
-    shape = f"{layout.name} batch {batch} at {name}"
-    return Case("index_scores", shape, num_bytes, run, sets, flops, rival, rival_run)
+    shape = _scores_shape(layout, batch, name)
+    return Case("index_scores", shape, num_bytes, run, sets, flops, rival, rival_run, not_run=not_run)
 
 
 def _prefill_scores(device: torch.device) -> Case:
@@ -204,59 +178,7 @@ def _prefill_scores(device: torch.device) -> Case:
         return index_scores_cuda(q, weights, pool, meta, codec=codec, max_entries=entries)
 
     num_bytes = 4 * pairs + q.numel() * 2 + pool.numel()
-    return Case("index_scores", "mxfp4 chunk of 8192 at 32K", num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
-
-
-# index_topk
-
-
-def topk_cases(device: torch.device) -> Iterator[Case]:
-    in_tree.load()
-    topk_module = importable("sglang.kernels.ops.attention.dsv4.topk")
-    flashinfer = importable("flashinfer")
-    shapes = [(b, c) for b in BATCHES for c in ("4K", "32K", "128K")] + [(1, "1M"), (16, "1M"), (64, "1M")]
-    for topk in (512, 1024):
-        for batch, name in shapes:
-            if CONTEXTS[name] // CSA_RATIO > topk and (topk == 512 or name == "32K"):
-                yield _topk(topk, batch, name, device, topk_module, flashinfer)
-
-
-def _topk(topk: int, batch: int, name: str, device: torch.device, topk_module: Any, flashinfer: Any) -> Case:
-    width = CONTEXTS[name] // CSA_RATIO
-    num_bytes = batch * 4 * (width + topk)
-    sets = min(sets_for(num_bytes), 32)
-    meta = step(batch, CONTEXTS[name], device)
-    scores = [torch.randn(batch, width, device=device) for _ in range(sets)]
-    lens = torch.full((batch,), width, dtype=torch.int32, device=device)
-    per_page = PAGE // CSA_RATIO
-    out = torch.empty(batch, topk, dtype=torch.int32, device=device)
-    rivals: dict[str, Callable[[int], object]] = {
-        "torch.topk": lambda i: torch.topk(scores[i], topk, dim=1, sorted=False)
-    }
-    if topk_module is not None:
-        if topk == 512:
-            rivals["in-tree top-k v1"] = lambda i: topk_module.topk_transform_paged(
-                scores[i], lens, meta.page_table, out, per_page
-            )
-        try:
-            plan = topk_module.plan_topk_v2(lens)
-        except Exception as error:
-            print(f"  in-tree top-k v2 failed: {str(error).splitlines()[0][:120]}", flush=True)
-        else:
-            rivals["in-tree top-k v2"] = lambda i: topk_module.topk_transform_paged_v2(
-                scores[i], lens, meta.page_table, out, per_page, plan
-            )
-    if flashinfer is not None:
-        rivals["flashinfer.top_k_page_table_transform"] = lambda i: flashinfer.top_k_page_table_transform(
-            scores[i], meta.page_table, lens, topk, page_size=per_page, out=out, dsa_graph_safe=True
-        )
-    print(f"index_topk k {topk} batch {batch} at {name}", flush=True)
-    rival, rival_run = fastest(rivals, sets)
-
-    def run(i: int) -> Tensor:
-        return index_topk_cuda(scores[i], meta, topk=topk, physical=True)
-
-    return Case("index_topk", f"k {topk} batch {batch} at {name}", num_bytes, run, sets, 0, rival, rival_run)
+    return Case("index_scores", CHUNK_SHAPE, num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
 
 
 # sparse_attention
@@ -395,8 +317,9 @@ def _prefill(model: str, heads: int, width: int, device: torch.device) -> Iterat
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    yield from query_cases(device)
-    yield from score_cases(device)
-    yield from topk_cases(device)
-    yield from attention_cases(device)
-    yield from prefill_cases(device)
+    if op_wanted("index_scores"):
+        yield from score_cases(device)
+    if op_wanted("sparse_attention"):
+        yield from attention_cases(device)
+    if op_wanted("sparse_prefill"):
+        yield from prefill_cases(device)

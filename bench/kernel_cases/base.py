@@ -21,6 +21,7 @@ class Case:
     flops    of one call, for what is bound by arithmetic
     rival    name of what else does the same work, `rival_run` launches it
     limit    the project's bound, as text
+    not_run  rivals that belong beside it and why they are missing
     """
 
     op: str
@@ -33,6 +34,36 @@ class Case:
     rival_run: Callable[[int], object] | None = None
     limit: str = ""
     keep: list = field(default_factory=list)  # what must outlive the graph
+    not_run: list[str] = field(default_factory=list)  # "<rival>: <reason>" of those that do not run here
+
+
+_selected: list[str] = []
+
+
+def select(texts: list[str]) -> None:
+    """Restricts `wanted` to cases with one of these texts in "op shape"; none of them: all cases."""
+    _selected[:] = texts
+
+
+def wanted(op: str, shape: str) -> bool:
+    """Whether a case is asked for: what is expensive to prepare asks first."""
+    return not _selected or any(text in f"{op} {shape}" for text in _selected)
+
+
+OPERATIONS = (
+    *("append_window", "flush_csa", "flush_hca", "gather", "copy_state"),
+    *("index_query", "index_scores", "index_topk", "sparse_attention", "sparse_prefill"),
+)
+
+
+def op_wanted(*ops: str) -> bool:
+    """False where every text asks for another operation by name."""
+    return not _selected or any(not text.startswith(OPERATIONS) or text.startswith(ops) for text in _selected)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one short line."""
+    return (str(error).strip() or repr(error)).splitlines()[0][:160]
 
 
 def sets_for(bytes_per_set: int) -> int:

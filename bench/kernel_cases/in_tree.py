@@ -119,6 +119,30 @@ class Compressor:
         )
 
 
+def store_raw(
+    kv: torch.Tensor, weight: torch.Tensor, positions: list[torch.Tensor], device: torch.device
+) -> Callable[[int], object] | None:
+    """Norm, rotation, quantisation and store of raw window rows `kv` [sets, N, 512]; None without SGLang."""
+    if load() is None:
+        return None
+    try:
+        module = importlib.import_module("sglang.kernels.ops.attention.dsv4.norm_rope")
+    except ImportError as error:
+        print(f"SGLang's norm_rope cannot be loaded: {error}", flush=True)
+        return None
+    sets, batch = kv.shape[:2]
+    groups = sets * batch // PAGE + 2
+    window = torch.zeros(2 * groups, MAIN_FP8.group_bytes, dtype=torch.uint8, device=device)
+    rows = (torch.randperm(groups * PAGE - 1, device=device)[: sets * batch].view(sets, batch) + 1).int()
+    freqs = torch.view_as_complex(torch.randn(1 << 16, HEAD_DIM // 16, 2, device=device))
+    narrow = [p.int() for p in positions]
+
+    def run(i: int) -> None:
+        module.fused_k_norm_rope_flashmla(kv[i], weight, 1e-6, freqs, narrow[i], rows[i], window, PAGE)
+
+    return run
+
+
 def decode_layer(positions: list[int], sets: int, device: torch.device) -> Callable[[int], object] | None:
     """One CSA layer's decode step of requests at `positions`, on rotated inputs; None without SGLang."""
     functions = load()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import in_tree
-from kernel_cases.base import Case, sets_for
+from kernel_cases.base import Case, op_wanted, sets_for
 from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import (
     CSA_RATIO,
@@ -25,9 +25,9 @@ from sglang_dsv4.geometry import (
     WINDOW,
     WINDOW_GROUPS,
 )
-from sglang_dsv4.ops.append_window import append_window_cuda
+from sglang_dsv4.ops.append_window import WindowNorm, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state_cuda
-from sglang_dsv4.ops.flush import CompressorParams, flush_csa_cuda, flush_hca_cuda
+from sglang_dsv4.ops.flush import HCA_VARIANTS, CompressorParams, flush_csa_cuda, flush_hca_cuda
 from sglang_dsv4.ops.gather import gather_cuda
 from sglang_dsv4.ops.meta import StepMeta, Workspace
 
@@ -38,6 +38,7 @@ BATCHES = (1, 16, 64, 256)
 MODELS = {"Flash": (43, 21), "Pro": (61, 30)}  # layers, CSA layers
 CSA_TOKEN = 4 * (HEAD_DIM + INDEX_DIM) * 4  # bytes of one token's CSA projections, float32
 HCA_TOKEN = 2 * HEAD_DIM * 4
+RAW_COLUMNS = HEAD_DIM + 1024  # of the product that holds a layer's raw window rows and its low-rank queries
 
 
 def make_meta(spans: list[tuple[int, int]], pages: list[int], device: torch.device, *, slot0: int = 1) -> StepMeta:
@@ -112,6 +113,18 @@ class Layers:
         kv = self.randn(self.sets, self.tokens, HEAD_DIM, dtype=torch.bfloat16)
         return lambda i: append_window_cuda(window, kv[i], self.metas[i], codec=CODEC)
 
+    def append_raw(self) -> tuple[Callable[[int], object], Callable[[int], object] | None]:
+        """Raw projections, columns of a wider product; and the in-tree kernel on the same rows."""
+        window = torch.zeros(WINDOW_GROUPS * self.slots, MAIN_FP8.group_bytes, dtype=torch.uint8, device=self.device)
+        wide = self.randn(self.sets, self.tokens, RAW_COLUMNS, dtype=torch.bfloat16)
+        weight = torch.ones(HEAD_DIM, dtype=torch.bfloat16, device=self.device)
+        norm = WindowNorm(weight, 1e-6, self.rope)
+
+        def run(i: int) -> None:
+            append_window_cuda(window, wide[i, :, :HEAD_DIM], self.metas[i], codec=CODEC, norm=norm)
+
+        return run, in_tree.store_raw(wide[:, :, :HEAD_DIM], weight, [m.positions for m in self.metas], self.device)
+
     def csa(self) -> Callable[[int], object]:
         main, index = compressor(CSA_RATIO, HEAD_DIM, self.rope), compressor(CSA_RATIO, INDEX_DIM, self.rope)
         x = self.randn(self.sets, self.tokens, 4 * HEAD_DIM)
@@ -127,12 +140,12 @@ class Layers:
 
         return run
 
-    def hca(self) -> Callable[[int], object]:
+    def hca(self, variant: str = "by shape") -> Callable[[int], object]:
         params = compressor(HCA_RATIO, HEAD_DIM, self.rope)
         x = self.randn(self.sets, self.tokens, 2 * HEAD_DIM)
         tail = self.randn(self.slots, HCA_RATIO, STATE_PARTS, HEAD_DIM)
         entries = self.rows(MAIN_FP8.group_bytes, HCA_RATIO)
-        return lambda i: flush_hca_cuda(params, x[i], tail, entries, self.metas[i], codec=CODEC)
+        return lambda i: flush_hca_cuda(params, x[i], tail, entries, self.metas[i], codec=CODEC, variant=variant)
 
 
 def csa_bytes(spans: list[tuple[int, int]]) -> int:
@@ -175,6 +188,10 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
             if name == "staggered":
                 append = layers.append()
                 yield Case("append_window", shape, append_bytes(spans), append, layers.sets)
+                raw, rival = layers.append_raw()
+                rival_name = "SGLang 0.5.23 fused_k_norm_rope_flashmla" if rival else None
+                moved = append_bytes(spans) + batch * ROPE_DIM * 4
+                yield Case("append_window, raw", shape, moved, raw, layers.sets, rival=rival_name, rival_run=rival)
                 csa = layers.csa()
 
                 def both(i: int, append=append, csa=csa) -> None:
@@ -213,6 +230,9 @@ def prefill_cases(device: torch.device) -> Iterator[Case]:
         yield Case("append_window", shape, append_bytes(spans), layers.append(), 4)
         yield Case("flush_csa", shape, csa_bytes(spans), layers.csa(), 4, limit="70 % of copy bandwidth")
         yield Case("flush_hca", shape, hca_bytes(spans), layers.hca(), 4, limit="70 % of copy bandwidth")
+        for variant in HCA_VARIANTS:
+            if variant != "by shape":
+                yield Case("flush_hca", f"{shape}, {variant}", hca_bytes(spans), layers.hca(variant), 4)
 
 
 def gather_cases(device: torch.device) -> Iterator[Case]:
@@ -277,7 +297,11 @@ def copy_cases(device: torch.device) -> Iterator[Case]:
 
 def cases(device: torch.device) -> Iterator[Case]:
     """All cases, built one after another: hold no more than one."""
-    yield from decode_cases(device)
-    yield from prefill_cases(device)
-    yield from gather_cases(device)
-    yield from copy_cases(device)
+    flushes = ("append_window", "flush_csa", "flush_hca")
+    if op_wanted(*flushes):
+        yield from prefill_cases(device)
+        yield from decode_cases(device)
+    if op_wanted("gather"):
+        yield from gather_cases(device)
+    if op_wanted("copy_state"):
+        yield from copy_cases(device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from sglang_dsv4.attention.lanes import ENTRIES, INDEX, WINDOW, Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle, LayerCache
 from sglang_dsv4.geometry import CSA_RATIO, HEAD_DIM
+from sglang_dsv4.ops.append_window import WindowNorm
 from sglang_dsv4.ops.dispatch import Operations
 from sglang_dsv4.ops.flush import CompressorParams
 from sglang_dsv4.ops.meta import StepMeta, Workspace, all_entry_ids
@@ -62,6 +63,10 @@ class Projections(Protocol):
         """float [N, 512], normed and rotated."""
         ...
 
+    def raw_window(self) -> tuple[Tensor, WindowNorm | None]:
+        """Instead of `window`, where rows are only stored: float [N, 512] and what is still to be done to it."""
+        ...
+
     def index(self) -> tuple[Tensor, Tensor, float]:
         """float [N, heads, 128], not rotated; float [N, heads] and what it is to be multiplied by. CSA only."""
         ...
@@ -100,6 +105,9 @@ class LayerInputs:
 
     def window(self) -> Tensor:
         return self.kv
+
+    def raw_window(self) -> tuple[Tensor, WindowNorm | None]:
+        return self.kv, None
 
     def index(self) -> tuple[Tensor, Tensor, float]:
         assert self.index_q is not None and self.index_weights is not None
@@ -233,7 +241,8 @@ def _decode(params: LayerParams, x: Projections, cache: LayerCache, step: Step) 
         _flush(params, x, cache, step)
     x.prepare()
     with lanes.lane(WINDOW):
-        step.ops.append_window(cache.window, x.window(), step.meta, codec=cache.codec)
+        kv, norm = x.raw_window()
+        step.ops.append_window(cache.window, kv, step.meta, codec=cache.codec, norm=norm)
     if params.ratio and step.max_seq_len >= params.ratio:
         entries = cache.entries
         if params.ratio == CSA_RATIO:

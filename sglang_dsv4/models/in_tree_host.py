@@ -20,6 +20,7 @@ from torch import Tensor
 from sglang_dsv4.attention.layer import SlotRadixAttention
 from sglang_dsv4.attention.rope import apply_rope
 from sglang_dsv4.geometry import INDEX_DIM
+from sglang_dsv4.ops.append_window import WindowNorm
 from sglang_dsv4.ops.flush import CompressorParams
 from sglang_dsv4.refusals import Refused
 
@@ -169,6 +170,10 @@ class LayerProjections:
         kv = self._keep(self.kv.float())
         normed = torch.nn.functional.rms_norm(kv, (kv.shape[-1],), layer.kv_norm.weight.float(), layer.eps)
         return self._keep(apply_rope(normed, layer.attn_mqa.params.rope, self.positions))
+
+    def raw_window(self) -> tuple[Tensor, WindowNorm]:
+        layer = self.layer
+        return self.kv, WindowNorm(layer.kv_norm.weight.data, layer.eps, layer.attn_mqa.params.rope)
 
     def index(self) -> tuple[Tensor, Tensor, float]:
         indexer = self.layer.indexer

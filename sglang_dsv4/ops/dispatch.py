@@ -19,7 +19,7 @@ from sglang_dsv4.ops.append_window import append_window, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state, copy_state_cuda
 from sglang_dsv4.ops.flush import flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
 from sglang_dsv4.ops.gather import gather, gather_cuda
-from sglang_dsv4.ops.index_query import index_query
+from sglang_dsv4.ops.index_query import index_query, index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores, index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
 from sglang_dsv4.ops.sparse_attention import sparse_attention, sparse_attention_cuda
@@ -57,7 +57,7 @@ CUDA_FACES: dict[str, Callable[..., Any]] = {
     "append_window": append_window_cuda,
     "flush_csa": flush_csa_cuda,
     "flush_hca": flush_hca_cuda,
-    "index_query": index_query,  # torch on the device: its kernel compiles but has not run on a card
+    "index_query": index_query_cuda,
     "index_scores": index_scores_cuda,
     "index_topk": index_topk_cuda,
     "gather": gather_cuda,

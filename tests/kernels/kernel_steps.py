@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from sglang_dsv4.formats import RowCodec
 from sglang_dsv4.geometry import (
     CSA_RATIO,
     CSA_STATE_DIM,
     HCA_RATIO,
     HEAD_DIM,
     INDEX_DIM,
+    INDEX_FP4,
     MAIN_FP8,
     ROPE_DIM,
     STATE_PARTS,
@@ -250,3 +252,24 @@ def window_pool(numbers: Numbers, guard: Guarded) -> Tensor:
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bytes; NaN equals itself."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def assert_rows_close(codec: RowCodec, got: torch.Tensor, want: torch.Tensor, untouched_byte: int = POISON_BYTE):
+    """The same rows written, unwritten bytes equal, and written values within a step of the codec."""
+    data, scale = codec.rows_of(got)
+    want_data, want_scale = codec.rows_of(want)
+    written = (want_data != untouched_byte).any(-1)
+    assert torch.equal((data != untouched_byte).any(-1), written)
+    assert same_bytes(data[~written], want_data[~written])
+    assert same_bytes(scale[~written], want_scale[~written])
+    if not written.any():
+        return
+    x, y = (codec.decode(d[written], s[written]) for d, s in ((data, scale), (want_data, want_scale)))
+    assert torch.isfinite(x).all()
+    # e4m3 steps are an eighth of the value, MXFP4 steps half of it; near zero a step is a fraction of the scale.
+    relative = 0.5 if codec.layout == INDEX_FP4 else 0.13
+    floor = (y.abs().amax(-1, keepdim=True) / (8 if codec.layout == INDEX_FP4 else 448)).clamp(min=1e-6)
+    assert ((x - y).abs() <= relative * torch.maximum(x.abs(), y.abs()) + floor).all()
+    # A float32 scale may differ in its last bit, which moves all values: what counts are the codes.
+    other = (data[written] != want_data[written]).float().mean()
+    assert other < 5e-3, f"{other:.2%} of the codes differ, more than rounding explains"

@@ -11,7 +11,7 @@ from kernel_steps import Guarded, Plan, csa_buffers, hca_buffers, make_step, win
 
 from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import INDEX_FP4, INDEX_FP32, MAIN_FP8, MAIN_FP32
-from sglang_dsv4.ops.append_window import append_window_cuda
+from sglang_dsv4.ops.append_window import WindowNorm, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state_cuda
 from sglang_dsv4.ops.flush import flush_csa_cuda, flush_hca_cuda
 from sglang_dsv4.ops.gather import gather_cuda
@@ -164,6 +164,26 @@ def test_weights_of_the_wrong_kind_are_named():
     arguments["index"].ape = arguments["index"].ape.bfloat16()
     with pytest.raises(ValueError, match=r"flush_csa: index\.ape is bfloat16 \[4, 256\], must be float32 \[4, 256\]"):
         flush_csa_cuda(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("weight", torch.zeros(512, dtype=torch.float64), r"norm\.weight is float64 \[512\], must be bfloat16"),
+        ("weight", torch.zeros(448), r"norm\.weight is float32 \[448\]"),
+        ("weight", torch.zeros(513)[1:], r"norm\.weight is at address"),
+        ("rope", torch.zeros(9, 32), r"norm\.rope is float32 \[9, 32\]"),
+        ("rope", torch.zeros(0, 64), r"norm\.rope is an empty table, must be a table of at least one"),
+        ("rope", torch.zeros(9, 64, dtype=torch.bfloat16), r"norm\.rope is bfloat16"),
+    ],
+)
+def test_a_bad_norm_is_named(field, value, message):
+    norm = WindowNorm(torch.zeros(512), 1e-6, torch.zeros(9, 64))
+    with pytest.raises(ValueError, match="device is cpu"):
+        append_window_cuda(**append_arguments(), norm=norm)
+    setattr(norm, field, value)
+    with pytest.raises(ValueError, match=f"^append_window: {message}"):
+        append_window_cuda(**append_arguments(), norm=norm)
 
 
 def test_metadata_replaced_after_a_first_step_is_looked_at_again():

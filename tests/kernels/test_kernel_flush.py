@@ -16,15 +16,16 @@ from kernel_steps import (
     Guarded,
     Numbers,
     Plan,
+    assert_rows_close,
     csa_buffers,
     hca_buffers,
     make_step,
     same_bytes,
 )
 
-from sglang_dsv4.formats import RowCodec, index_codec, main_codec
+from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import INDEX_FP4, INDEX_FP8, MAIN_FP8, RowLayout
-from sglang_dsv4.ops.flush import flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
+from sglang_dsv4.ops.flush import HCA_VARIANTS, flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
 
 CODEC = main_codec(MAIN_FP8)
 LAYOUTS = {"mxfp4 keys": INDEX_FP4, "fp8 keys": INDEX_FP8}
@@ -58,27 +59,6 @@ HCA_PLANS = {
 }
 
 
-def assert_rows_close(codec: RowCodec, got: torch.Tensor, want: torch.Tensor, untouched_byte: int = POISON_BYTE):
-    """The same rows written, unwritten bytes equal, and written values within a step of the codec."""
-    data, scale = codec.rows_of(got)
-    want_data, want_scale = codec.rows_of(want)
-    written = (want_data != untouched_byte).any(-1)
-    assert torch.equal((data != untouched_byte).any(-1), written)
-    assert same_bytes(data[~written], want_data[~written])
-    assert same_bytes(scale[~written], want_scale[~written])
-    if not written.any():
-        return
-    x, y = (codec.decode(d[written], s[written]) for d, s in ((data, scale), (want_data, want_scale)))
-    assert torch.isfinite(x).all()
-    # e4m3 steps are an eighth of the value, MXFP4 steps half of it; near zero a step is a fraction of the scale.
-    relative = 0.5 if codec.layout == INDEX_FP4 else 0.13
-    floor = (y.abs().amax(-1, keepdim=True) / (8 if codec.layout == INDEX_FP4 else 448)).clamp(min=1e-6)
-    assert ((x - y).abs() <= relative * torch.maximum(x.abs(), y.abs()) + floor).all()
-    # A float32 scale may differ in its last bit, which moves all values: what counts are the codes.
-    other = (data[written] != want_data[written]).float().mean()
-    assert other < 5e-3, f"{other:.2%} of the codes differ, more than rounding explains"
-
-
 def run_csa(plan: Plan, layout: RowLayout, device: torch.device, dtype: torch.dtype = torch.float32):
     meta, numbers = make_step(plan, device)
     guard = Guarded(device)
@@ -110,6 +90,33 @@ def test_flush_csa_takes_bfloat16_projections(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_may_be_columns_of_one_product(device, dtype):
+    """kv, queries and both compressors' projections stand in one row of a GEMM's result."""
+    meta, numbers = make_step(Plan([(p, n) for p in range(6) for n in (1, 5, 140)], pad_tokens=3), device)
+    results = []
+    for sliced in (False, True):
+        guard = Guarded(device)
+        csa = csa_buffers(meta, numbers, INDEX_FP4, guard)
+        hca = hca_buffers(meta, numbers, guard)
+        parts = [csa.main_kv_score.to(dtype), csa.index_kv_score.to(dtype), hca.kv_score.to(dtype)]
+        if sliced:
+            columns = 32 + sum(p.shape[1] for p in parts)
+            wide = torch.full((meta.num_tokens, columns), torch.nan, device=device, dtype=dtype)
+            at = 8
+            for i, part in enumerate(parts):
+                wide[:, at : at + part.shape[1]] = part
+                parts[i] = wide[:, at : at + part.shape[1]]
+                at += part.shape[1] + 8
+            assert not parts[0].is_contiguous()
+        csa.main_kv_score, csa.index_kv_score, hca.kv_score = parts
+        flush_csa_cuda(*csa.arguments(), meta, codec=CODEC, index_codec=index_codec(INDEX_FP4))
+        flush_hca_cuda(*hca.arguments(), meta, codec=CODEC)
+        guard.check()
+        results.append([*csa.written().values(), *hca.written().values()])
+    assert all(same_bytes(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", HCA_PLANS)
 def test_flush_hca_agrees_with_the_reference(device, name, dtype):
     plan = HCA_PLANS[name]
@@ -123,6 +130,29 @@ def test_flush_hca_agrees_with_the_reference(device, name, dtype):
     guard.check()
     assert same_bytes(got.tail, want.tail)
     assert_rows_close(CODEC, got.entries, want.entries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", HCA_PLANS)
+def test_flush_hca_writes_the_same_bytes_however_it_reads_blocks(device, name, dtype):
+    """Whatever the shape of the step: registers and bulk copies through shared memory, with and without prefetch."""
+    plan = HCA_PLANS[name]
+    meta, numbers = make_step(plan, device)
+    seen = []
+    for variant in HCA_VARIANTS:
+        guard = Guarded(device)
+        buffers = hca_buffers(meta, numbers, guard, seed=plan.seed)
+        buffers.kv_score = buffers.kv_score.to(dtype)
+        flush_hca_cuda(*buffers.arguments(), meta, codec=CODEC, variant=variant)
+        guard.check()
+        seen.append([v.clone() for v in buffers.written().values()])
+    assert all(same_bytes(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
+
+
+def test_flush_hca_takes_no_unknown_variant(device):
+    meta, numbers = make_step(Plan([(0, 128)]), device)
+    with pytest.raises(ValueError, match=r"variant is 'fastest', must be one of by shape"):
+        flush_hca_cuda(*hca_buffers(meta, numbers, Guarded(device)).arguments(), meta, codec=CODEC, variant="fastest")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_steps import Guarded, Plan, make_step, meta_to, same_bytes, values, window_pool
+from kernel_steps import (
+    Guarded,
+    Plan,
+    assert_rows_close,
+    make_step,
+    meta_to,
+    rope_table,
+    same_bytes,
+    values,
+    window_pool,
+)
 
+from sglang_dsv4.attention.rope import apply_rope
 from sglang_dsv4.formats import main_codec
 from sglang_dsv4.geometry import (
     CSA_RATIO,
@@ -16,7 +27,8 @@ from sglang_dsv4.geometry import (
     WINDOW,
     WINDOW_GROUPS,
 )
-from sglang_dsv4.ops.append_window import append_window, append_window_cuda
+from sglang_dsv4.models.invariant import rms_norm
+from sglang_dsv4.ops.append_window import WindowNorm, append_window, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state, copy_state_cuda
 
 CODEC = main_codec(MAIN_FP8)
@@ -81,6 +93,84 @@ def test_append_window_takes_strided_rows(device):
     got, want = window_pool(numbers, guard), window_pool(numbers, guard)
     append_window_cuda(got, kv, meta, codec=CODEC)
     append_window(want, kv, meta, codec=CODEC)
+    assert same_bytes(got, want)
+
+
+def window_norm(device, weight=torch.bfloat16, positions=8192) -> WindowNorm:
+    scale = 1.0 + 0.2 * values((1, HEAD_DIM), device, 9, 0.0)[0]
+    return WindowNorm(scale.to(weight), 1e-6, rope_table(positions, device))
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", PLANS)
+def test_append_window_norms_and_rotates_raw_rows(device, name, dtype, weight):
+    """Columns of a wider product in, rows that differ from the reference's at rounding boundaries only."""
+    meta, numbers = make_step(PLANS[name], device)
+    guard = Guarded(device)
+    wide = guard.copy(values((meta.num_tokens, 3 * HEAD_DIM), device, 1).to(dtype))
+    kv, norm = wide[:, HEAD_DIM : 2 * HEAD_DIM], window_norm(device, weight)
+    if meta.num_tokens > 4:
+        kv[1], kv[2], kv[3, ::2] = 0.0, 1e-30, 1e18
+    got = window_pool(numbers, guard)
+    want = got.cpu()
+    on_cpu = WindowNorm(norm.weight.cpu(), norm.eps, norm.rope.cpu())
+    append_window(want, kv.cpu(), meta_to(meta, "cpu"), codec=CODEC, norm=on_cpu)
+    append_window_cuda(got, kv, meta, codec=CODEC, norm=norm)
+    guard.check()
+    assert_rows_close(CODEC, got.cpu(), want)
+    first = got.clone()
+    append_window_cuda(got, kv, meta, codec=CODEC, norm=norm)
+    assert same_bytes(got, first), "a second run changed bytes"
+
+
+def test_a_normed_row_does_not_depend_on_the_batch(device):
+    meta, numbers = make_step(Plan([(40, 60), (3, 1)]), device)
+    kv, norm = values((meta.num_tokens, HEAD_DIM), device, 2).bfloat16(), window_norm(device)
+    whole, single = (window_pool(numbers, Guarded(device)) for _ in range(2))
+    append_window_cuda(whole, kv, meta, codec=CODEC, norm=norm)
+    for token in range(meta.num_tokens):
+        request = int(meta.token_to_req[token])
+        position = int(meta.positions[token])
+        alone, _ = make_step(Plan([(position, 1)]), device)
+        alone.slots.copy_(meta.slots[request : request + 1])
+        append_window_cuda(single, kv[token : token + 1], alone, codec=CODEC, norm=norm)
+    assert same_bytes(whole, single)
+
+
+def test_a_captured_normed_append_equals_an_eager_one(device):
+    start = [0, 1, 60, 126, 127, 500]
+    numbers = make_step(Plan([(n + 40, 1) for n in start]), device)[1]
+    meta = make_step(Plan([(n, 1) for n in start]), device)[0]
+    kv, norm = values((len(start), HEAD_DIM), device, 2).bfloat16(), window_norm(device)
+    graphed, eager = (window_pool(numbers, Guarded(device)) for _ in range(2))
+    append_window_cuda(eager.clone(), kv, meta, codec=CODEC, norm=norm)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_window_cuda(graphed, kv, meta, codec=CODEC, norm=norm)
+    for at in range(40):
+        now = make_step(Plan([(n + at, 1) for n in start]), device)[0]
+        for field in ("prefix_lens", "seq_lens", "positions"):
+            getattr(meta, field).copy_(getattr(now, field))
+        meta.token_to_req.copy_(now.token_to_req)
+        if at % 3 == 0:  # one request pauses: a padded row
+            meta.token_to_req[2] = -1
+            meta.positions[2] = 0
+        kv.copy_(values(kv.shape, device, 100 + at))
+        graph.replay()
+        append_window_cuda(eager, kv, meta, codec=CODEC, norm=norm)
+        assert same_bytes(graphed, eager)
+
+
+def test_append_window_reference_norms_like_the_model():
+    """On a CPU: the same bytes as norm and rotation by the model's own functions before it."""
+    meta, numbers = make_step(Plan([(0, 9), (126, 4)], pad_tokens=2), torch.device("cpu"))
+    kv, norm = values((meta.num_tokens, HEAD_DIM), torch.device("cpu"), 2), window_norm("cpu", torch.float32)
+    got, want = (window_pool(numbers, Guarded(torch.device("cpu"))) for _ in range(2))
+    append_window(got, kv, meta, codec=CODEC, norm=norm)
+    before = apply_rope(rms_norm(kv, norm.weight, norm.eps), norm.rope, meta.positions)
+    append_window(want, before, meta, codec=CODEC)
     assert same_bytes(got, want)
 
 

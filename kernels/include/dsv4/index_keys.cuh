@@ -119,6 +119,13 @@ __device__ __forceinline__ uint2 subnormal_e2m1_codes(int d) {
                     e4m3_encode4(2.0f * unit, 3.0f * unit, 4.0f * unit, 6.0f * unit));
 }
 
+// __byte_perm without its own masking of the selector.
+__device__ __forceinline__ unsigned permute(unsigned low, unsigned high, unsigned selector) {
+  unsigned bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+
 // ---- e4m3 operands (Hopper): a[k-step of 32][register] ----
 
 constexpr int kLargestShift = 8;  // the largest code is 6 * 2^(8 - 6) = 24, and a query's at most 7: 128 * 24 * 7 < 2^15
@@ -149,9 +156,10 @@ __device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp4>& key, int 
     for (int s = 0; s < 4; ++s) {
       const unsigned word = word_of(key.data[i][0], s);
       const unsigned even_signs = word << 4;  // bit 7 of a byte is the sign of its low nibble; in `word`, of its high one
-      a[s][i] = __byte_perm(codes[i].x, codes[i].y, word & 0x7777u) |
+      const unsigned magnitudes = word & 0x77777777u;  // a selector is the low 16 bits
+      a[s][i] = permute(codes[i].x, codes[i].y, magnitudes) |
                 (__byte_perm(even_signs, word, 0x5140) & 0x80808080u);
-      a[s][2 + i] = __byte_perm(codes[i].x, codes[i].y, (word >> 16) & 0x7777u) |
+      a[s][2 + i] = permute(codes[i].x, codes[i].y, magnitudes >> 16) |
                     (__byte_perm(even_signs, word, 0x7362) & 0x80808080u);
     }
   }

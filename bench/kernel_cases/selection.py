@@ -1,0 +1,141 @@
+"""Cases of the kernels that prepare and pick: index_query, index_topk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kernel_cases import in_tree
+from kernel_cases.attend import BATCHES, CONTEXTS, INDEX_HEADS, PAGE, fastest, importable, step
+from kernel_cases.base import Case, first_line, op_wanted, sets_for, wanted
+from sglang_dsv4.formats import index_codec
+from sglang_dsv4.geometry import CSA_RATIO, INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM, RowLayout
+from sglang_dsv4.ops.index_query import index_query_cuda
+from sglang_dsv4.ops.index_topk import index_topk_cuda
+
+# index_query
+
+
+def query_cases(device: torch.device) -> Iterator[Case]:
+    in_tree.load()
+    module, reason = importable("sglang.kernels.ops.attention.dsv4.norm_rope")
+    for layout in (INDEX_FP4, INDEX_FP8):
+        for tokens in (*BATCHES, 8192) if layout is INDEX_FP4 else (64, 8192):
+            if wanted("index_query", _query_shape(layout, tokens)):
+                yield _query(layout, tokens, device, module, reason)
+
+
+def _query_shape(layout: RowLayout, tokens: int) -> str:
+    return f"{layout.name} {f'batch {tokens}' if tokens < 8192 else 'chunk of 8192'}"
+
+
+def _query(layout: RowLayout, tokens: int, device: torch.device, module: Any, reason: str) -> Case:
+    size = 2 if layout is INDEX_FP4 else 4
+    num_bytes = tokens * INDEX_HEADS * (INDEX_DIM * (2 + size) + 6)
+    sets = min(sets_for(num_bytes), 64)
+    q = torch.randn(sets, tokens, INDEX_HEADS, INDEX_DIM, device=device, dtype=torch.bfloat16)
+    weights = torch.randn(sets, tokens, INDEX_HEADS, device=device, dtype=torch.bfloat16)
+    angle = torch.rand(CONTEXTS["32K"], ROPE_DIM // 2, device=device) * 6.28
+    rope = torch.cat([angle.cos(), angle.sin()], dim=1)
+    positions = torch.randint(0, CONTEXTS["32K"], (tokens,), device=device)
+    codec = index_codec(layout)
+
+    def run(i: int) -> object:
+        return index_query_cuda(q[i], weights[i], rope, positions, codec=codec, scale=0.01)
+
+    rivals: dict[str, Callable[[int], object]] = {}
+    not_run: list[str] = []
+    if module is None:
+        not_run.append(f"in-tree fused_q_indexer_rope_hadamard: {reason}")
+    else:
+        freqs, kind = torch.polar(torch.ones_like(angle), angle), "fp4_quant" if layout is INDEX_FP4 else "quant"
+        fused, narrow = getattr(module, f"fused_q_indexer_rope_hadamard_{kind}"), positions.int()
+        rivals[f"in-tree fused_q_indexer_rope_hadamard_{kind}"] = lambda i: fused(q[i], weights[i], 0.01, freqs, narrow)
+    shape = _query_shape(layout, tokens)
+    print(f"index_query {shape}", flush=True)
+    rival, rival_run = fastest(rivals, sets, not_run)
+    return Case("index_query", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
+
+
+# index_topk
+
+
+def topk_cases(device: torch.device) -> Iterator[Case]:
+    in_tree.load()
+    modules = {
+        "in-tree top-k": importable("sglang.kernels.ops.attention.dsv4.topk"),
+        "flashinfer.top_k_page_table_transform": importable("flashinfer"),
+    }
+    shapes = [(b, c) for b in BATCHES for c in ("2K", "4K", "16K", "32K", "128K")] + [(1, "1M"), (16, "1M"), (64, "1M")]
+    for topk in (512, 1024):
+        for batch, name in shapes:
+            if CONTEXTS[name] // CSA_RATIO < topk or (topk != 512 and name != "32K"):
+                continue
+            if wanted("index_topk", _topk_shape(topk, batch, name)):
+                yield _topk(topk, batch, name, device, modules)
+
+
+def _topk_shape(topk: int, batch: int, name: str) -> str:
+    return f"k {topk} batch {batch} at {name}"
+
+
+def _topk(topk: int, batch: int, name: str, device: torch.device, modules: dict[str, tuple[Any, str]]) -> Case:
+    width = CONTEXTS[name] // CSA_RATIO
+    num_bytes = batch * 4 * (width + topk)
+    sets = min(sets_for(num_bytes), 32)
+    meta = step(batch, CONTEXTS[name], device)
+    scores = [torch.randn(batch, width, device=device) for _ in range(sets)]
+    lens = torch.full((batch,), width, dtype=torch.int32, device=device)
+    per_page = PAGE // CSA_RATIO
+    out = torch.empty(batch, topk, dtype=torch.int32, device=device)
+    rivals: dict[str, Callable[[int], object]] = {
+        "torch.topk": lambda i: torch.topk(scores[i], topk, dim=1, sorted=False)
+    }
+    not_run = [f"{name}: {reason}" for name, (module, reason) in modules.items() if module is None]
+    topk_module, flashinfer = (module for module, _ in modules.values())
+    if topk_module is not None:
+        if topk == 512:
+            rivals["in-tree top-k v1"] = lambda i: topk_module.topk_transform_paged(
+                scores[i], lens, meta.page_table, out, per_page
+            )
+        try:
+            plan = topk_module.plan_topk_v2(lens)
+        except Exception as error:
+            not_run.append(f"in-tree top-k v2: {first_line(error)}")
+        else:
+            rivals["in-tree top-k v2"] = lambda i: topk_module.topk_transform_paged_v2(
+                scores[i], lens, meta.page_table, out, per_page, plan
+            )
+    if flashinfer is not None:
+        # As SGLang calls it, any of several equal scores and in any order; then with ties as ours: to the lower id.
+        for label, tie_break in (("", 0), (", ties to the lower", 1)):
+            rivals[f"flashinfer.top_k_page_table_transform{label}"] = lambda i, ties=tie_break: (
+                flashinfer.top_k_page_table_transform(
+                    scores[i],
+                    meta.page_table,
+                    lens,
+                    topk,
+                    deterministic=bool(ties),
+                    tie_break=ties,
+                    dsa_graph_safe=True,
+                    page_size=per_page,
+                    out=out,
+                )
+            )
+    shape = _topk_shape(topk, batch, name)
+    print(f"index_topk {shape}", flush=True)
+    rival, rival_run = fastest(rivals, sets, not_run)
+
+    def run(i: int) -> torch.Tensor:
+        return index_topk_cuda(scores[i], meta, topk=topk, physical=True)
+
+    return Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    if op_wanted("index_query"):
+        yield from query_cases(device)
+    if op_wanted("index_topk"):
+        yield from topk_cases(device)
