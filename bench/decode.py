@@ -18,7 +18,7 @@ from rivals import text
 
 from sglang_dsv4.serving import Client, ServerError
 
-DECODE_STEPS, REPEATS = 96, 5
+DECODE_STEPS = 96
 PROFILED_STEPS = 8
 
 
@@ -38,12 +38,12 @@ def token_ms(client: Client, prompts: list[list[int]]) -> float:
     return (long - short) / DECODE_STEPS * 1e3
 
 
-def alternated(clients: dict[str, Client], prompts: list[list[int]]) -> dict[str, list[float]]:
-    """`token_ms` of every server in turn, REPEATS times."""
+def alternated(clients: dict[str, Client], prompts: list[list[int]], repeats: int) -> dict[str, list[float]]:
+    """`token_ms` of every server in turn, `repeats` times."""
     times: dict[str, list[float]] = {name: [] for name in clients}
     for client in clients.values():
         batch_seconds(client, prompts, 2)
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for name, client in clients.items():
             times[name].append(token_ms(client, prompts))
     return times
@@ -55,7 +55,7 @@ def shared_prompts(context: int, batch: int, vocabulary: int) -> list[list[int]]
 
 
 def shared_cells(
-    clients: dict[str, Client], vocabulary: int, contexts: list[int], batches: list[int]
+    clients: dict[str, Client], vocabulary: int, contexts: list[int], batches: list[int], repeats: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Step times where all requests share one cached prefix."""
     for context in contexts:
@@ -63,11 +63,14 @@ def shared_cells(
             client.flush()
             client.generate(text(f"prefix {context}", context, vocabulary), 1, logprobs=False)
         for batch in batches:
-            yield f"{batch} x {context} shared", alternated(clients, shared_prompts(context, batch, vocabulary))
+            yield (
+                f"{batch} x {context} shared",
+                alternated(clients, shared_prompts(context, batch, vocabulary), repeats),
+            )
 
 
 def distinct_cell(
-    clients: dict[str, Client], vocabulary: int, context: int, batch: int
+    clients: dict[str, Client], vocabulary: int, context: int, batch: int, repeats: int
 ) -> tuple[str, dict[str, list[float]]]:
     """Step times where every request has a context of its own, cached."""
     prompts = [text(f"own {context} {i}", context, vocabulary) for i in range(batch)]
@@ -75,13 +78,15 @@ def distinct_cell(
         client.flush()
         for ids in prompts:
             client.generate(ids, 1, logprobs=False)
-    return f"{batch} x {context} distinct", alternated(clients, [[*ids, 1, 2, 3, 4] for ids in prompts])
+    return f"{batch} x {context} distinct", alternated(clients, [[*ids, 1, 2, 3, 4] for ids in prompts], repeats)
 
 
-def prefill_rates(clients: dict[str, Client], vocabulary: int, context: int = 32768) -> dict[str, list[float]]:
-    """Prompt tokens a second of one cold prompt, every server in turn, REPEATS times."""
+def prefill_rates(
+    clients: dict[str, Client], vocabulary: int, repeats: int, context: int = 32768
+) -> dict[str, list[float]]:
+    """Prompt tokens a second of one cold prompt, every server in turn, `repeats` times."""
     rates: dict[str, list[float]] = {name: [] for name in clients}
-    for i in range(REPEATS + 1):
+    for i in range(repeats + 1):
         for name, client in clients.items():
             client.flush()
             answer = client.generate(text(f"cold {i}", context, vocabulary), 1, logprobs=False)

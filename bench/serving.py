@@ -1,6 +1,6 @@
 """In-tree cache and ours at equal bytes on one GPU: cached tokens, time per token, prefill speed.
 
-    python bench/serving.py MODEL --only sizes speed [--dummy] [--profile] [--out FILE]
+    python bench/serving.py MODEL --only sizes prefill decode long [--dummy] [--profile] [--out FILE]
     python bench/serving.py CUT_MODEL --only chats --config configs/v4_flash.json
 
 MODEL is a checkpoint folder, or with --dummy one that holds a config.json alone. All servers of a test stand on one GPU
@@ -38,10 +38,11 @@ from rivals import (
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import ServerError
+from sglang_dsv4.serving import Client, ServerError
 
 OURS, IN_TREE = "ours", "in_tree"
-TESTS = ("sizes", "chats", "speed", "distinct")
+SIDE_BY_SIDE = ("prefill", "decode", "long")  # served by one pair of servers
+TESTS = ("sizes", *SIDE_BY_SIDE, "distinct", "chats")
 
 
 def rows_of_sizes(config: Path) -> Iterator[dict[str, Any]]:
@@ -72,6 +73,7 @@ class Bench:
     logs: Path
     extra: tuple[str, ...]
     mem_share: float
+    repeats: int
 
     def __post_init__(self) -> None:
         self.vocabulary = vocabulary_of(self.model)
@@ -108,8 +110,8 @@ class Bench:
         for count in counts:
             self.rows.append(chat_row(count, budget, pools, mine[count], {r: c[count] for r, c in rivals.items()}))
 
-    def speed(self, contexts: list[int], batches: list[int], *, profiled: bool) -> None:
-        """Decode steps over one shared prefix, prefill, long conversations; on request kernel profiles."""
+    def side_by_side(self, tests: set[str], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
+        """Prefill, decode steps over one shared prefix, long conversations; on request kernel profiles."""
         running, tokens = max(batches), 2 * max(contexts) + 128 * 1024
         launches = {
             OURS: self.ours(Pools(tokens, 5 * running + 256, 0), running),
@@ -117,19 +119,26 @@ class Bench:
         }
         with together(launches, self.logs, self.starts) as servers:
             clients = {name: server.client for name, server in servers.items()}
-            rates = decode.prefill_rates(clients, self.vocabulary)
-            self.pair("prefill, chunks of 8,192, context 32,768", rates, "tokens/s")
-            for cell, times in decode.shared_cells(clients, self.vocabulary, contexts, batches):
-                self.pair(f"decode step, {cell}", times, "ms")
-                context = int(cell.split()[2])
-                batch = int(cell.split()[0])
-                if profiled and batch in (min(batches), max(batches)) and context != min(contexts):
-                    prompts = decode.shared_prompts(context, batch, self.vocabulary)
-                    for name, client in clients.items():
-                        self.profiles[f"{name}, {cell}"] = decode.profile(client, prompts)
-            long = {n: decode.long_turns(c, self.vocabulary, 8, 32768, 3) for n, c in clients.items()}
-        test = "8 chats of 32,768 tokens, 3 turns: cached tokens, median time to first token"
-        self.rows.append({"test": test, **long})
+            if "prefill" in tests:
+                rates = decode.prefill_rates(clients, self.vocabulary, self.repeats)
+                self.pair("prefill, chunks of 8,192, context 32,768", rates, "tokens/s")
+            if "decode" in tests:
+                self.decode(clients, contexts, batches, profiled=profiled)
+            if "long" in tests:
+                test = "8 chats of 32,768 tokens, 3 turns: cached tokens, median time to first token"
+                rows = {
+                    name: decode.long_turns(client, self.vocabulary, 8, 32768, 3) for name, client in clients.items()
+                }
+                self.rows.append({"test": test, **rows})
+
+    def decode(self, clients: dict[str, Client], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
+        for cell, times in decode.shared_cells(clients, self.vocabulary, contexts, batches, self.repeats):
+            self.pair(f"decode step, {cell}", times, "ms")
+            batch, _, context = cell.split()[:3]
+            if profiled and int(batch) in (min(batches), max(batches)) and int(context) == max(contexts):
+                prompts = decode.shared_prompts(int(context), int(batch), self.vocabulary)
+                for name, client in clients.items():
+                    self.profiles[f"{name}, {cell}"] = decode.profile(client, prompts)
 
     def distinct(self, context: int, batch: int) -> None:
         """Decode steps where every request has its own context."""
@@ -140,7 +149,7 @@ class Bench:
         }
         with together(launches, self.logs, self.starts) as servers:
             clients = {name: server.client for name, server in servers.items()}
-            cell, times = decode.distinct_cell(clients, self.vocabulary, context, batch)
+            cell, times = decode.distinct_cell(clients, self.vocabulary, context, batch, self.repeats)
             self.pair(f"decode step, {cell}", times, "ms")
 
     def pair(self, test: str, values: dict[str, list[float]], unit: str) -> None:
@@ -175,6 +184,9 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768, 131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--own", nargs="+", default=["64x32768", "16x131072"], help="BATCHxCONTEXT of `distinct`")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="runs of each server in turn, of which the median counts"
+    )
     parser.add_argument("--profile", action="store_true", help="kernel profiles of decode steps into the results")
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--commit", default="unknown")
@@ -182,7 +194,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     extra = ("--load-format", "dummy") if options.dummy else ()
-    bench = Bench(options.model, options.config or options.model, options.logs, extra, options.mem_share)
+    bench = Bench(
+        options.model, options.config or options.model, options.logs, extra, options.mem_share, options.repeats
+    )
     try:
         run(bench, options)
     except ServerError as error:
@@ -196,8 +210,8 @@ def main() -> int:
 def run(bench: Bench, options: argparse.Namespace) -> None:
     if "sizes" in options.only:
         bench.rows += rows_of_sizes(bench.config)
-    if "speed" in options.only:
-        bench.speed(options.contexts, options.batches, profiled=options.profile)
+    if pairs := set(options.only) & set(SIDE_BY_SIDE):
+        bench.side_by_side(pairs, options.contexts, options.batches, profiled=options.profile)
     if "distinct" in options.only:
         for cell in options.own:
             batch, context = (int(part) for part in cell.split("x"))

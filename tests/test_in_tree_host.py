@@ -82,5 +82,7 @@ def test_window_rows_are_normed_and_rotated_in_float32():
     turned = torch.view_as_real(pairs * torch.polar(torch.ones(5, 32).double(), angle[positions].double()))
     expected[:, -64:] = turned.flatten(1)
     rows = projections.window()
-    assert rows.dtype == torch.float32
-    assert (rows - expected).abs().max() < 3e-6
+    raw, norm = projections.raw_window()
+    for made in (rows, norm.apply(raw, positions)):
+        assert made.dtype == torch.float32
+        assert (made - expected).abs().max() < 3e-6
