@@ -19,8 +19,8 @@ from sglang_dsv4.attention.lanes import Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle
 from sglang_dsv4.cache.pages import PagePool
 from sglang_dsv4.cache.slots import SlotReqToTokenPool
-from sglang_dsv4.geometry import HCA_RATIO
 from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.decode_rows import DecodeRows
 from sglang_dsv4.ops.dispatch import operations, reference_forced
 from sglang_dsv4.ops.meta import StepMeta
 from sglang_dsv4.refusals import Refused
@@ -51,7 +51,7 @@ class SlotAttentionBackend(AttentionBackend):
         self.ops = operations(self.device.type)
         _compile(self.device)
         self._last_layer = self.geometry.num_layers - 1
-        self._static: StaticDecode | None = None
+        self._static: DecodeRows | None = None
         self._captured: dict[int, Step] = {}
         self._step: Step | None = None
         self._snapshots: tuple[Tensor, Tensor] | None = None
@@ -74,24 +74,23 @@ class SlotAttentionBackend(AttentionBackend):
         if self._static is None or not forward_batch.forward_mode.is_decode():
             self.init_forward_metadata(forward_batch)
             return
-        meta = self._static.fill(self._decode_step(forward_batch).meta)
         size = forward_batch.batch_size
         if in_capture:
             lanes = self._lanes if size <= LANES_LIMIT else NoLanes()
-            self._captured[size] = Step(meta, self.cache, self.ops, True, self.context_len, lanes=lanes)
+            rows = self._static.first(size)
+            self._captured[size] = Step(
+                rows.meta(), self.cache, self.ops, True, self.context_len, lanes=lanes, rows=rows
+            )
         self._step = self._captured[size]
+        self._fill(self._static.first(size), forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """What the layers of a captured step share: computed again by every replay, ahead of the first layer."""
+        """The snapshots of a captured step: recorded here, run by every replay ahead of the first layer."""
         step = self._step
         if step is None or step is not self._captured.get(forward_batch.batch_size):
             return
         # The view that SGLang gives before a replay lacks the mask: it is read here, from the runner's own buffers.
         self._snapshots = self._due_snapshots(forward_batch, step.meta)
-        step.forget()
-        step.window_rows()
-        if self.geometry.layers_of(HCA_RATIO) and step.max_seq_len >= HCA_RATIO:
-            step.dense_entry_rows(HCA_RATIO)
 
     def shared_read_ends(self, fm: Any) -> SharedReadEnds:
         """Decode: what SGLang's scheduler may overwrite (request table, slot mapping, lengths) is copied into static
@@ -101,8 +100,8 @@ class SlotAttentionBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static tensors of captured decode steps."""
         # One page more: SGLang may run a request a few positions past the context length before it stops it.
-        pages = -(-self.context_len // self.page_size) + 1
-        self._static = StaticDecode(max_bs, pages, self.page_size, self.device)
+        tokens = self.context_len + self.page_size
+        self._static = DecodeRows.allocate(max_bs, tokens, self.page_size, self.device)
         if self.device.type == "cuda":
             self._lanes = Lanes(self.device)
 
@@ -113,26 +112,14 @@ class SlotAttentionBackend(AttentionBackend):
         return self.device.type != "cpu"
 
     def _decode_step(self, fb: Any) -> Step:
-        rows = fb.req_pool_indices.long()
-        seq_lens = fb.seq_lens.int()
-        real = rows > 0  # row 0 pads a captured batch
-        index = torch.arange(rows.shape[0], dtype=torch.int32, device=self.device)
         longest = self.context_len if fb.seq_lens_cpu is None else int(fb.seq_lens_cpu.max())
-        lens = torch.where(real, seq_lens, torch.zeros_like(seq_lens))
-        meta = StepMeta(
-            req_rows=rows.int(),
-            slots=self.requests.get_mamba_indices(rows).int(),
-            prefix_lens=(lens - 1).clamp(min=0),
-            seq_lens=lens,
-            token_offsets=torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=self.device),
-            token_to_req=torch.where(real, index, torch.full_like(index, -1)),
-            positions=fb.positions.long(),
-            page_table=self._page_table(rows, longest),
-            snapshot_slots=index.new_empty((rows.shape[0], 0)),
-            snapshot_lens=index.new_empty((rows.shape[0], 0)),
-            page_size=self.page_size,
-        )
-        return Step(meta, self.cache, self.ops, True, longest)
+        rows = DecodeRows.allocate(fb.req_pool_indices.shape[0], longest, self.page_size, self.device)
+        self._fill(rows, fb)
+        return Step(rows.meta(), self.cache, self.ops, True, longest, rows=rows)
+
+    def _fill(self, rows: DecodeRows, fb: Any) -> None:
+        table, slots = self.requests.req_to_token, self.requests.req_index_to_mamba_index_mapping
+        self.ops.decode_rows(rows, fb.req_pool_indices.long(), fb.seq_lens, fb.positions.long(), table, slots)
 
     def _due_snapshots(self, fb: Any, meta: StepMeta) -> tuple[Tensor, Tensor]:
         """(source, destination) int64 [B] of decode snapshots, -1 where none is due."""
@@ -223,52 +210,6 @@ class SlotAttentionBackend(AttentionBackend):
         if layer.layer_id == self._last_layer and self._snapshots is not None:
             self.ops.copy_state(self.slots.slot_windows, self.slots.overlaps, *self._snapshots)
         return out
-
-
-class StaticDecode:
-    """Tensors whose addresses a captured decode graph keeps; a step of B requests uses their first B rows."""
-
-    def __init__(self, max_requests: int, pages: int, page_size: int, device: torch.device) -> None:
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.pages = pages
-        self.page_size = page_size
-        self.req_rows, self.slots = ints(max_requests), ints(max_requests)
-        self.prefix_lens, self.seq_lens = ints(max_requests), ints(max_requests)
-        self.token_offsets = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
-        self.token_to_req = ints(max_requests)
-        self.positions = ints(max_requests, dtype=torch.int64)
-        self.page_table = ints(max_requests, pages)
-        self.none = ints(max_requests, 0)
-
-    def fill(self, meta: StepMeta) -> StepMeta:
-        """Copy a step in; returns the static views that the graph reads. Pages past the step's longest request keep
-        old values, which no layer reads."""
-        size, columns = meta.num_requests, meta.page_table.shape[1]
-        for name in (
-            "req_rows",
-            "slots",
-            "prefix_lens",
-            "seq_lens",
-            "token_to_req",
-            "positions",
-        ):
-            getattr(self, name)[:size].copy_(getattr(meta, name))
-        self.page_table[:size, :columns].copy_(meta.page_table)
-        return StepMeta(
-            self.req_rows[:size],
-            self.slots[:size],
-            self.prefix_lens[:size],
-            self.seq_lens[:size],
-            self.token_offsets[: size + 1],
-            self.token_to_req[:size],
-            self.positions[:size],
-            self.page_table[:size],
-            self.none[:size],
-            self.none[:size],
-            self.page_size,
-        )
 
 
 def _compile(device: torch.device) -> None:

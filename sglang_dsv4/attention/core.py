@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sglang_dsv4.attention.lanes import ENTRIES, INDEX, WINDOW, Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle, LayerCache
-from sglang_dsv4.geometry import CSA_RATIO, HEAD_DIM
+from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, HEAD_DIM
 from sglang_dsv4.ops.append_window import WindowNorm
+from sglang_dsv4.ops.decode_rows import DecodeRows
 from sglang_dsv4.ops.dispatch import Operations
 from sglang_dsv4.ops.flush import CompressorParams
 from sglang_dsv4.ops.meta import StepMeta, Workspace, all_entry_ids
@@ -48,11 +49,11 @@ class LayerParams:
 
 
 class Projections(Protocol):
-    """What a layer makes of its input. Every method is called at most once a step and layer, in any order that starts
-    with `entries` or `prepare`; in decode on streams of their own, so a method may use `prepare`'s results only."""
+    """What a layer makes of its input. Every method is called at most once a step and layer; in decode on streams of
+    their own, so `entries` and `head_weights` use the input alone, the others what `prepare` left besides."""
 
     def prepare(self) -> None:
-        """What `window`, `index` and `query` share."""
+        """What `window`, `index_query` and `query` share; called before them."""
         ...
 
     def entries(self) -> tuple[Tensor, Tensor | None]:
@@ -67,8 +68,12 @@ class Projections(Protocol):
         """Instead of `window`, where rows are only stored: float [N, 512] and what is still to be done to it."""
         ...
 
-    def index(self) -> tuple[Tensor, Tensor, float]:
-        """float [N, heads, 128], not rotated; float [N, heads] and what it is to be multiplied by. CSA only."""
+    def head_weights(self) -> tuple[Tensor, float]:
+        """float [N, heads] and what it is to be multiplied by. CSA only."""
+        ...
+
+    def index_query(self) -> Tensor:
+        """float [N, heads, 128], not rotated. CSA only."""
         ...
 
     def query(self) -> Tensor:
@@ -109,9 +114,13 @@ class LayerInputs:
     def raw_window(self) -> tuple[Tensor, WindowNorm | None]:
         return self.kv, None
 
-    def index(self) -> tuple[Tensor, Tensor, float]:
-        assert self.index_q is not None and self.index_weights is not None
-        return self.index_q, self.index_weights, self.index_scale
+    def head_weights(self) -> tuple[Tensor, float]:
+        assert self.index_weights is not None
+        return self.index_weights, self.index_scale
+
+    def index_query(self) -> Tensor:
+        assert self.index_q is not None
+        return self.index_q
 
     def query(self) -> Tensor:
         return self.q
@@ -123,6 +132,7 @@ class Step:
 
     prefix_lens, seq_lens   host lengths, prefill only; max_seq_len is the host bound of any length in the step
     lanes                   side streams of a decode step
+    rows                    what a server's decode step was given of it; computed where absent
     """
 
     meta: StepMeta
@@ -133,6 +143,7 @@ class Step:
     prefix_lens: list[int] = field(default_factory=list)
     seq_lens: list[int] = field(default_factory=list)
     lanes: Lanes | NoLanes = field(default_factory=NoLanes)
+    rows: DecodeRows | None = None
     _shared: dict[object, object] = field(default_factory=dict)
     _workspace: Tensor | None = None
 
@@ -142,23 +153,23 @@ class Step:
             self._shared[key] = build()
         return self._shared[key]
 
-    def forget(self) -> None:
-        """Drop what layers shared: a captured step computes it anew at each replay."""
-        self._shared.clear()
-
     def window_rows(self) -> Tensor:
-        return self.shared("window rows", self.meta.window_rows)
+        return self.shared("window rows", self.meta.window_rows) if self.rows is None else self.rows.window_rows
 
     def dense_entry_ids(self, ratio: int) -> Tensor:
         width = self.max_seq_len // ratio
         return self.shared(("ids", ratio), lambda: all_entry_ids(self.meta, ratio, width))
 
-    def dense_entry_rows(self, ratio: int) -> Tensor:
+    def dense_entry_rows(self, ratio: int) -> tuple[Tensor, Tensor | None]:
+        """int32 [N, K] pool rows of all visible entries in order, and the int32 [N] lengths of them if known."""
+        if self.rows is not None and ratio == HCA_RATIO:
+            return self.rows.hca_rows, self.rows.hca_lens
+
         def build() -> Tensor:
             requests = self.meta.token_to_req.clamp(min=0)[:, None]
             return self.meta.entry_rows(requests, self.dense_entry_ids(ratio), ratio).int()
 
-        return self.shared(("rows", ratio), build)
+        return self.shared(("rows", ratio), build), None
 
     def plan(self, ratio: int) -> Workspace:
         return self.shared(
@@ -203,12 +214,18 @@ def _flush(params: LayerParams, x: Projections, cache: LayerCache, step: Step) -
 
 
 def _choose(
-    params: LayerParams, x: Projections, cache: LayerCache, step: Step, *, physical: bool
+    params: LayerParams,
+    x: Projections,
+    head_weights: tuple[Tensor, float],
+    cache: LayerCache,
+    step: Step,
+    *,
+    physical: bool,
 ) -> Tensor:
     """int32 [N, k] entries that a CSA layer's tokens attend to: pool rows, or ids in the request."""
-    index_q, index_weights, scale = x.index()
+    raw_weights, scale = head_weights
     query, weights = step.ops.index_query(
-        index_q, index_weights, params.rope, step.meta.positions, codec=cache.index_codec, scale=scale
+        x.index_query(), raw_weights, params.rope, step.meta.positions, codec=cache.index_codec, scale=scale
     )
     width = step.max_seq_len // CSA_RATIO
     chosen = []
@@ -236,20 +253,24 @@ def _score_slices(step: Step, width: int) -> list[tuple[int, int]]:
 
 
 def _decode(params: LayerParams, x: Projections, cache: LayerCache, step: Step) -> Tensor:
-    lanes, rows, entries = step.lanes, None, None
+    lanes, rows, lens, entries = step.lanes, None, None, None
     with lanes.lane(ENTRIES):
         _flush(params, x, cache, step)
+    if params.ratio and step.max_seq_len >= params.ratio:
+        entries = cache.entries
+    chooses = entries is not None and params.ratio == CSA_RATIO
+    if chooses:
+        with lanes.lane(INDEX):
+            head_weights = x.head_weights()
     x.prepare()
     with lanes.lane(WINDOW):
         kv, norm = x.raw_window()
         step.ops.append_window(cache.window, kv, step.meta, codec=cache.codec, norm=norm)
-    if params.ratio and step.max_seq_len >= params.ratio:
-        entries = cache.entries
-        if params.ratio == CSA_RATIO:
-            with lanes.lane(INDEX, after=ENTRIES):
-                rows = _choose(params, x, cache, step, physical=True)
-        else:
-            rows = step.dense_entry_rows(params.ratio)
+    if chooses:
+        with lanes.lane(INDEX, after=ENTRIES):
+            rows = _choose(params, x, head_weights, cache, step, physical=True)
+    elif entries is not None:
+        rows, lens = step.dense_entry_rows(params.ratio)
     window_rows = step.window_rows()
     q = x.query()
     lanes.join()
@@ -264,6 +285,7 @@ def _decode(params: LayerParams, x: Projections, cache: LayerCache, step: Step) 
         step.meta.positions,
         scale=params.scale,
         codec=cache.codec,
+        entry_lens=lens,
     )
 
 
@@ -287,7 +309,7 @@ def _prefill(params: LayerParams, x: Projections, cache: LayerCache, step: Step)
 def _prefill_entries(params: LayerParams, x: Projections, cache: LayerCache, step: Step, plan: Workspace) -> Tensor:
     """int32 [N, K] workspace rows of the entries that each token attends to, -1 masked."""
     if params.ratio == CSA_RATIO:
-        return plan.entry_indices(step.meta, _choose(params, x, cache, step, physical=False))
+        return plan.entry_indices(step.meta, _choose(params, x, x.head_weights(), cache, step, physical=False))
     return step.shared(
         ("entries", params.ratio), lambda: plan.entry_indices(step.meta, step.dense_entry_ids(params.ratio))
     )

@@ -175,11 +175,13 @@ class LayerProjections:
         layer = self.layer
         return self.kv, WindowNorm(layer.kv_norm.weight.data, layer.eps, layer.attn_mqa.params.rope)
 
-    def index(self) -> tuple[Tensor, Tensor, float]:
+    def head_weights(self) -> tuple[Tensor, float]:
         indexer = self.layer.indexer
-        q = self._keep(indexer.wq_b(self.latent)[0])
-        weights = self._keep(indexer.weights_proj(self.x)[0])
-        return q.view(-1, indexer.n_heads, INDEX_DIM), weights, indexer.weight_scale
+        return self._keep(indexer.weights_proj(self.x)[0]), indexer.weight_scale
+
+    def index_query(self) -> Tensor:
+        indexer = self.layer.indexer
+        return self._keep(indexer.wq_b(self.latent)[0]).view(-1, indexer.n_heads, INDEX_DIM)
 
     def query(self) -> Tensor:
         return self._keep(self.layer._compute_q_b(self.latent_linear, self.positions))

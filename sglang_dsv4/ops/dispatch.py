@@ -17,6 +17,7 @@ import torch
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.append_window import append_window, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state, copy_state_cuda
+from sglang_dsv4.ops.decode_rows import decode_rows, decode_rows_cuda
 from sglang_dsv4.ops.flush import flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
 from sglang_dsv4.ops.gather import gather, gather_cuda
 from sglang_dsv4.ops.index_query import index_query, index_query_cuda
@@ -31,6 +32,7 @@ from sglang_dsv4.switches import REFERENCE, switched_on
 class Operations:
     """The operations bound to one device; signatures are those of the modules of the same name."""
 
+    decode_rows: Callable[..., Any] = decode_rows
     append_window: Callable[..., Any] = append_window
     flush_csa: Callable[..., Any] = flush_csa
     flush_hca: Callable[..., Any] = flush_hca
@@ -54,6 +56,7 @@ def reference_forced() -> bool:
 
 # What replaces the reference on a CUDA device.
 CUDA_FACES: dict[str, Callable[..., Any]] = {
+    "decode_rows": decode_rows_cuda,
     "append_window": append_window_cuda,
     "flush_csa": flush_csa_cuda,
     "flush_hca": flush_hca_cuda,

@@ -102,6 +102,7 @@ def decode(
     rope: Tensor,
     positions: Tensor,
     scale: float,
+    entry_lens: Tensor | None = None,
 ) -> Tensor:
     """`sparse_attention` of checked arguments. Rows must lie in their pools: FlashMLA checks none but -1."""
     tokens, heads, _ = q.shape
@@ -114,7 +115,9 @@ def decode(
         width = second.indices.shape[2]
         extra = {"extra_k_cache": _cache(entries), "extra_indices_in_kvcache": second.indices}
         if width > FULL_WIDTH:
-            if second.lengths is None:
+            if entry_lens is not None:
+                second.lengths = entry_lens
+            elif second.lengths is None:
                 last = torch.arange(1, entry_rows.shape[1] + 1, device=q.device, dtype=torch.int32)
                 second.lengths = torch.where(entry_rows >= 0, last, 0).amax(1).clamp(min=1).int()
             extra["extra_topk_length"] = second.lengths

@@ -37,6 +37,7 @@ def sparse_attention(
     *,
     scale: float,
     codec: RowCodec,
+    entry_lens: Tensor | None = None,
 ) -> Tensor:
     """float [N, H, 512] in q's dtype: softmax(q . K * scale) K over window and entries, de-rotated at the query.
 
@@ -46,6 +47,7 @@ def sparse_attention(
     entries      uint8 [groups, group bytes] or None; entry_rows int [N, K] rows of it, -1 masked, or None
     sink         float32 [H], a logit whose value is zero
     rope         float32 [positions, 64]; positions int64 [N]
+    entry_lens   int32 [N], at least 1: behind so many of its entry rows a query has none; spares finding that out
     A query without any valid row returns zeros. Rows behind -1 are never read as numbers: they may hold NaN.
     """
     out = torch.empty_like(q)
@@ -115,6 +117,7 @@ def sparse_attention_cuda(
     *,
     scale: float,
     codec: RowCodec,
+    entry_lens: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """CUDA face of `sparse_attention`: bfloat16 queries, FP8 rows, `scale` positive.
@@ -140,6 +143,8 @@ def sparse_attention_cuda(
     check.tensor("sink", sink, torch.float32, ("heads",))
     check.tensor("rope", rope, torch.float32, (None, ROPE_DIM), align=16)
     check.tensor("positions", positions, torch.int64, ("tokens",))
+    if entry_lens is not None:
+        check.tensor("entry_lens", entry_lens, torch.int32, ("tokens",))
     if not scale > 0:
         raise check.fail("scale", repr(scale), "positive")
     device = check.cuda()
@@ -148,7 +153,7 @@ def sparse_attention_cuda(
         return q.new_empty(q.shape)
     kernel = choose(kernel, tokens, heads, jit.architecture(device), check)
     if kernel == "flash_mla":
-        return flash_mla.decode(q, window, window_rows, entries, entry_rows, sink, rope, positions, scale)
+        return flash_mla.decode(q, window, window_rows, entries, entry_rows, sink, rope, positions, scale, entry_lens)
     out = q.new_empty(q.shape)
     shape = (tokens, heads, WINDOW + entry_rows.shape[1], _multiprocessors(device))
     if kernel == "hopper":
