@@ -1,4 +1,8 @@
-"""Decode step times, prefill rates and kernel profiles of running servers. Clients only: they take turns on one GPU."""
+"""Decode step times, prefill rates and kernel profiles of running servers, which take turns on one GPU.
+
+A step's time is SGLang's own: every LOG_INTERVAL steps a server logs its tokens a second since the line before. What a
+client sees holds the arrival of the requests too, which takes seconds for 64 prompts of 131,072 tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rivals import text
+from rivals import LOG_INTERVAL, text
 
-from sglang_dsv4.serving import Client, ServerError
+from sglang_dsv4.serving import Client, Server, ServerError
 
-DECODE_STEPS = 96
+WINDOWS = 3  # log lines of a run that count; the first one holds the prefill
+_LINE = re.compile(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s\): ([0-9.]+)")
 PROFILED_STEPS = 8
 
 
@@ -32,20 +37,28 @@ def batch_seconds(client: Client, prompts: list[list[int]], steps: int) -> float
     return time.perf_counter() - started
 
 
-def token_ms(client: Client, prompts: list[list[int]]) -> float:
-    """Milliseconds a decode step of the whole batch, whose prompts are cached."""
-    short, long = (batch_seconds(client, prompts, steps) for steps in (1, 1 + DECODE_STEPS))
-    return (long - short) / DECODE_STEPS * 1e3
+def token_ms(server: Server, prompts: list[list[int]]) -> float:
+    """Milliseconds a decode step of the whole batch, whose prompts are cached; the median of WINDOWS log lines.
+
+    Raises ServerError where the log has none, that is where not all prompts ever ran together.
+    """
+    before = server.log.stat().st_size
+    batch_seconds(server.client, prompts, (WINDOWS + 1) * LOG_INTERVAL + 8)
+    with server.log.open("rb") as log:
+        log.seek(before)
+        lines = _LINE.findall(log.read().decode(errors="replace"))
+    times = [int(running) / float(rate) * 1e3 for running, rate in lines if int(running) == len(prompts)][1:]
+    if not times:
+        raise ServerError(f"{server.log} has no decode steps of {len(prompts)} requests")
+    return statistics.median(times)
 
 
-def alternated(clients: dict[str, Client], prompts: list[list[int]], repeats: int) -> dict[str, list[float]]:
+def alternated(servers: dict[str, Server], prompts: list[list[int]], repeats: int) -> dict[str, list[float]]:
     """`token_ms` of every server in turn, `repeats` times."""
-    times: dict[str, list[float]] = {name: [] for name in clients}
-    for client in clients.values():
-        batch_seconds(client, prompts, 2)
+    times: dict[str, list[float]] = {name: [] for name in servers}
     for _ in range(repeats):
-        for name, client in clients.items():
-            times[name].append(token_ms(client, prompts))
+        for name, server in servers.items():
+            times[name].append(round(token_ms(server, prompts), 4))
     return times
 
 
@@ -55,30 +68,30 @@ def shared_prompts(context: int, batch: int, vocabulary: int) -> list[list[int]]
 
 
 def shared_cells(
-    clients: dict[str, Client], vocabulary: int, contexts: list[int], batches: list[int], repeats: int
+    servers: dict[str, Server], vocabulary: int, contexts: list[int], batches: list[int], repeats: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Step times where all requests share one cached prefix."""
     for context in contexts:
-        for client in clients.values():
-            client.flush()
-            client.generate(text(f"prefix {context}", context, vocabulary), 1, logprobs=False)
+        for server in servers.values():
+            server.client.flush()
+            server.client.generate(text(f"prefix {context}", context, vocabulary), 1, logprobs=False)
         for batch in batches:
             yield (
                 f"{batch} x {context} shared",
-                alternated(clients, shared_prompts(context, batch, vocabulary), repeats),
+                alternated(servers, shared_prompts(context, batch, vocabulary), repeats),
             )
 
 
 def distinct_cell(
-    clients: dict[str, Client], vocabulary: int, context: int, batch: int, repeats: int
+    servers: dict[str, Server], vocabulary: int, context: int, batch: int, repeats: int
 ) -> tuple[str, dict[str, list[float]]]:
     """Step times where every request has a context of its own, cached."""
     prompts = [text(f"own {context} {i}", context, vocabulary) for i in range(batch)]
-    for client in clients.values():
-        client.flush()
+    for server in servers.values():
+        server.client.flush()
         for ids in prompts:
-            client.generate(ids, 1, logprobs=False)
-    return f"{batch} x {context} distinct", alternated(clients, [[*ids, 1, 2, 3, 4] for ids in prompts], repeats)
+            server.client.generate(ids, 1, logprobs=False)
+    return f"{batch} x {context} distinct", alternated(servers, [[*ids, 1, 2, 3, 4] for ids in prompts], repeats)
 
 
 def prefill_rates(
@@ -109,16 +122,16 @@ def long_turns(client: Client, vocabulary: int, chats: int, tokens: int, turns: 
     return {"cached": cached, "first_token_s": seconds}
 
 
-def profile(client: Client, prompts: list[list[int]], folder: Path | None = None) -> dict[str, Any]:
+def profile(client: Client, prompts: list[list[int]], delay: float, folder: Path | None = None) -> dict[str, Any]:
     """Kernels of one decode step of the batch: SGLang's own profiler over PROFILED_STEPS replayed steps.
 
+    delay  seconds until all prompts decode
     Raises ServerError where no trace appears.
     """
     folder = folder or Path(tempfile.mkdtemp())
-    batch_seconds(client, prompts, 2)
     decoding = threading.Thread(target=batch_seconds, args=(client, prompts, 400))
     decoding.start()
-    time.sleep(1.5)  # behind the prefill
+    time.sleep(delay)
     client.start_profile(folder, PROFILED_STEPS)
     decoding.join()
     for _ in range(100):

@@ -18,6 +18,7 @@ from sglang_dsv4.serving import Launch, Server, Words
 
 IN_TREE_PAGE = 256
 START_TIMEOUT_S = 560.0
+LOG_INTERVAL = 32  # decode steps a line of the server's log
 
 # What the in-tree pools of V4-Flash take: bytes per token of the full pool and of the window pool, and per request row
 # (SGLang 0.5.23 reports the sum of the first two at its window ratio 0.1: 7,086.75).
@@ -47,6 +48,7 @@ class GpuLaunch(Launch):
             *("--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
             *("--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(self.max_batch))),
             *("--mem-fraction-static", str(self.mem_share)),
+            *("--decode-log-interval", str(LOG_INTERVAL)),
             "--enable-metrics",
         ]
 

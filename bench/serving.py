@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from rivals import (
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import Client, ServerError
+from sglang_dsv4.serving import Server, ServerError
 
 OURS, IN_TREE = "ours", "in_tree"
 SIDE_BY_SIDE = ("prefill", "decode", "long")  # served by one pair of servers
@@ -74,6 +74,7 @@ class Bench:
     extra: tuple[str, ...]
     mem_share: float
     repeats: int
+    save: Callable[[], None]
 
     def __post_init__(self) -> None:
         self.vocabulary = vocabulary_of(self.model)
@@ -123,22 +124,26 @@ class Bench:
                 rates = decode.prefill_rates(clients, self.vocabulary, self.repeats)
                 self.pair("prefill, chunks of 8,192, context 32,768", rates, "tokens/s")
             if "decode" in tests:
-                self.decode(clients, contexts, batches, profiled=profiled)
+                self.decode(servers, contexts, batches, profiled=profiled)
             if "long" in tests:
                 test = "8 chats of 32,768 tokens, 3 turns: cached tokens, median time to first token"
                 rows = {
                     name: decode.long_turns(client, self.vocabulary, 8, 32768, 3) for name, client in clients.items()
                 }
                 self.rows.append({"test": test, **rows})
+                self.save()
 
-    def decode(self, clients: dict[str, Client], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
-        for cell, times in decode.shared_cells(clients, self.vocabulary, contexts, batches, self.repeats):
+    def decode(self, servers: dict[str, Server], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
+        for cell, times in decode.shared_cells(servers, self.vocabulary, contexts, batches, self.repeats):
             self.pair(f"decode step, {cell}", times, "ms")
             batch, _, context = cell.split()[:3]
-            if profiled and int(batch) in (min(batches), max(batches)) and int(context) == max(contexts):
+            if profiled and int(context) == max(contexts):
                 prompts = decode.shared_prompts(int(context), int(batch), self.vocabulary)
-                for name, client in clients.items():
-                    self.profiles[f"{name}, {cell}"] = decode.profile(client, prompts)
+                # Prompts arrive and are matched at some 1.5 million tokens a second.
+                delay = 1.5 + int(batch) * int(context) / 1e6
+                for name, server in servers.items():
+                    self.profiles[f"{name}, {cell}"] = decode.profile(server.client, prompts, delay)
+                    self.save()
 
     def distinct(self, context: int, batch: int) -> None:
         """Decode steps where every request has its own context."""
@@ -148,13 +153,13 @@ class Bench:
             IN_TREE: self.theirs(tokens, WINDOW_RATIOS[0], batch),
         }
         with together(launches, self.logs, self.starts) as servers:
-            clients = {name: server.client for name, server in servers.items()}
-            cell, times = decode.distinct_cell(clients, self.vocabulary, context, batch, self.repeats)
+            cell, times = decode.distinct_cell(servers, self.vocabulary, context, batch, self.repeats)
             self.pair(f"decode step, {cell}", times, "ms")
 
     def pair(self, test: str, values: dict[str, list[float]], unit: str) -> None:
         a, b = statistics.median(values[OURS]), statistics.median(values[IN_TREE])
         self.rows.append({"test": test, OURS: a, IN_TREE: b, "ratio": round(a / b, 4), "unit": unit, "all": values})
+        self.save()
         print(f"  {test}: {a:.3f} against {b:.3f} {unit}, {a / b:.3f}", flush=True)
 
 
@@ -222,7 +227,8 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
 
 
 def write(bench: Bench, options: argparse.Namespace) -> None:
-    """What is there, also after a failure."""
+    if not options.out:
+        return
     raw = json.loads((options.model / "config.json").read_text())
     shape = {k: raw[k] for k in ("num_hidden_layers", "n_routed_experts", "hidden_size", "num_attention_heads")}
     result = {
@@ -234,8 +240,7 @@ def write(bench: Bench, options: argparse.Namespace) -> None:
         "rows": bench.rows,
         "profiles": bench.profiles,
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
