@@ -4,7 +4,7 @@ SGLang evicts the snapshot that was not used for longest, whoever owns it. A con
 snapshots behind that only a branch could use, yet they are younger than the one snapshot that a quieter conversation
 needs. SGLang can bound the snapshots of a path (`--mamba-max-states-per-path`): beyond the bound the shallow ones
 that stand at no fork are dropped at every insert, needed or not. Here the bound is 1, and it is applied when a slot is
-needed, to the path that was extended longest ago first; SGLang's own order decides only when no path is over it.
+needed, to the path that was extended longest ago first. When no path is over it, leaves go (`order.py`).
 """
 
 from __future__ import annotations
