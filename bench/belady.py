@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+BOTH = ("page", "snapshot")
 Item = tuple[str, int]  # ("page" or "snapshot", id of the page or of the page at whose end it stands)
 
 
@@ -37,12 +38,21 @@ def cached_tokens(uses: Sequence[Use], *, budget: int, page_bytes: int, snapshot
 
     budget  bytes for pages and snapshots together
     """
-    return _Oracle(uses, budget, page_bytes, snapshot_bytes).run(page)
+    return _Oracle(uses, {BOTH: budget}, page_bytes, snapshot_bytes).run(page)
+
+
+def cached_tokens_of_split(uses: Sequence[Use], *, pages: int, snapshots: int, page: int) -> list[int]:
+    """The same for an oracle that cannot turn pages into snapshots: it has so many of each."""
+    return _Oracle(uses, {("page",): pages, ("snapshot",): snapshots}, 1, 1).run(page)
 
 
 class _Oracle:
-    def __init__(self, uses: Sequence[Use], budget: int, page_bytes: int, snapshot_bytes: int) -> None:
-        self.uses, self.budget = uses, budget
+    def __init__(
+        self, uses: Sequence[Use], budgets: dict[tuple[str, ...], int], page_bytes: int, snapshot_bytes: int
+    ) -> None:
+        """budgets  bytes by the kinds of items that share them"""
+        self.uses, self.budgets = uses, budgets
+        self.budget_of = {kind: kinds for kinds in budgets for kind in kinds}
         self.sizes = {"page": page_bytes, "snapshot": snapshot_bytes}
         self.when: dict[Item, list[int]] = defaultdict(list)
         for number, use in enumerate(uses):
@@ -50,8 +60,8 @@ class _Oracle:
                 self.when[item].append(number)
         self.kept: set[Item] = set()
         self.depth: dict[Item, int] = {}
-        self.bytes = 0
-        self._queue: list[tuple[int, int, Item]] = []
+        self.bytes = dict.fromkeys(budgets, 0)
+        self._queues: dict[tuple[str, ...], list[tuple[int, int, Item]]] = {kinds: [] for kinds in budgets}
 
     @staticmethod
     def _needed(use: Use) -> list[Item]:
@@ -100,27 +110,28 @@ class _Oracle:
             return
         if item not in self.kept:
             self.kept.add(item)
-            self.bytes += self.sizes[item[0]]
+            self.bytes[self.budget_of[item[0]]] += self.sizes[item[0]]
         rank = -depth if item[0] == "page" else 0  # of what is used at the same time ends go first, snapshots last
-        heapq.heappush(self._queue, (-(following or len(self.uses)), rank, item))
+        heapq.heappush(self._queues[self.budget_of[item[0]]], (-(following or len(self.uses)), rank, item))
         self.depth[item] = following or len(self.uses)
 
     def _drop(self, item: Item) -> None:
         if item in self.kept:
             self.kept.remove(item)
-            self.bytes -= self.sizes[item[0]]
+            self.bytes[self.budget_of[item[0]]] -= self.sizes[item[0]]
 
     def _make_room(self, held: set[Item]) -> None:
         """Drop what is used last until the rest fits. `held` stays."""
-        spared = []
-        while self.bytes > self.budget and self._queue:
-            entry = heapq.heappop(self._queue)
-            following, item = -entry[0], entry[2]
-            if item not in self.kept or self.depth[item] != following:
-                continue
-            if item in held:
-                spared.append(entry)
-            else:
-                self._drop(item)
-        for entry in spared:
-            heapq.heappush(self._queue, entry)
+        for kinds, queue in self._queues.items():
+            spared = []
+            while self.bytes[kinds] > self.budgets[kinds] and queue:
+                entry = heapq.heappop(queue)
+                following, item = -entry[0], entry[2]
+                if item not in self.kept or self.depth[item] != following:
+                    continue
+                if item in held:
+                    spared.append(entry)
+                else:
+                    self._drop(item)
+            for entry in spared:
+                heapq.heappush(queue, entry)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-_Ids32 = NDArray[np.int32]
+_TOKEN = 4  # bytes
 
 
 class Walk(NamedTuple):
@@ -28,7 +29,7 @@ class PrefixIndex:
     def __init__(self, page: int) -> None:
         self.page = page
         self._ids: dict[tuple[int, bytes], int] = {}
-        self._after: dict[int, list[_Ids32]] = {}  # what followed a page: whole pages and unfinished ends
+        self._after: dict[int, list[bytes]] = {}  # what followed a page, sorted: whole pages and unfinished ends
 
     @property
     def pages(self) -> int:
@@ -37,37 +38,47 @@ class PrefixIndex:
 
     def walk(self, tokens: Ids) -> Walk:
         """Look `tokens`, int64 [n], up without adding them."""
-        ids = tokens.astype(np.int32)
+        text, size = _bytes(tokens), self.page * _TOKEN
         parent, seen, at = 0, list[int](), 0
-        while at + self.page <= len(ids):
-            found = self._ids.get((parent, ids[at : at + self.page].tobytes()))
+        while at + size <= len(text):
+            found = self._ids.get((parent, text[at : at + size]))
             if found is None:
                 break
-            parent, at = found, at + self.page
+            parent, at = found, at + size
             seen.append(parent)
-        rest = ids[at : at + self.page]
-        return Walk(seen, at + max((_common(rest, other) for other in self._after.get(parent, ())), default=0))
+        return Walk(seen, at // _TOKEN + _longest(text[at : at + size], self._after.get(parent, [])))
 
     def add(self, tokens: Ids) -> list[int]:
         """Take up `tokens`, int64 [n]; returns the ids of their whole pages."""
-        ids = tokens.astype(np.int32)
+        text, size = _bytes(tokens), self.page * _TOKEN
         parent, path = 0, list[int]()
-        whole = len(ids) // self.page * self.page
-        for at in range(0, whole, self.page):
-            key = (parent, ids[at : at + self.page].tobytes())
+        whole = len(text) // size * size
+        for at in range(0, whole, size):
+            key = (parent, text[at : at + size])
             found = self._ids.get(key)
             if found is None:
                 found = self._ids[key] = len(self._ids) + 1
-                self._after.setdefault(parent, []).append(np.frombuffer(key[1], dtype=np.int32))
+                insort(self._after.setdefault(parent, []), key[1])
             parent = found
             path.append(parent)
-        if whole < len(ids):
-            self._after.setdefault(parent, []).append(ids[whole:])
+        if whole < len(text):
+            insort(self._after.setdefault(parent, []), text[whole:])
         return path
 
 
-def _common(a: _Ids32, b: _Ids32) -> int:
-    """Length of the common prefix."""
+def _bytes(tokens: Ids) -> bytes:
+    """Big-endian, so that bytes sort as tokens do."""
+    return tokens.astype(">i4").tobytes()
+
+
+def _longest(text: bytes, others: list[bytes]) -> int:
+    """Tokens that `text` shares with the one of the sorted `others` that begins most like it: a neighbour."""
+    at = bisect_left(others, text)
+    return max((_common(text, other) for other in others[max(0, at - 1) : at + 1]), default=0)
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Length of the common prefix in tokens."""
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    different = np.flatnonzero(np.frombuffer(a[:n], dtype=">i4") != np.frombuffer(b[:n], dtype=">i4"))
+    return int(different[0]) if len(different) else n // _TOKEN

@@ -33,6 +33,7 @@ from prefixes import PrefixIndex  # noqa: E402
 from workloads import Conversations, Request, TokenSource, Workload  # noqa: E402
 
 from sglang_dsv4.cache.counters import counters  # noqa: E402
+from sglang_dsv4.cache.policy import LADDER  # noqa: E402
 from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST, split_bytes  # noqa: E402
 from sglang_dsv4.console import Progress, table  # noqa: E402
 from sglang_dsv4.geometry import Geometry  # noqa: E402
@@ -157,8 +158,9 @@ def limits_for(
     context = longest + 2 * page
     if memory == "ample":
         pages = distinct // page + users * (longest // page + 4)
-        steps = sum((n + r.answer) // page + n // chunk for n, r in zip(lengths, workload.requests, strict=True))
-        return Limits(pages, steps + 5 * users + 64, users, chunk, page, context)
+        # A request leaves rungs, ends of chunks and a few others; slots are not scarce while a quarter of them is free.
+        left = sum(n // LADDER + n // chunk + 8 for n in lengths)
+        return Limits(pages, left * 4 // 3 + SLOTS_PER_REQUEST * users + 64, users, chunk, page, context)
     part = 1 / 3 if memory == "third" else float(memory)
     relative = part <= 1
     spare = int(distinct * part * geometry.token_alloc_bytes) if relative else int(part)
@@ -177,6 +179,15 @@ def oracle_tokens(simulation: Simulation, geometry: Geometry) -> int:
         simulation.uses, budget=budget, page_bytes=page_bytes, snapshot_bytes=geometry.slot_bytes, page=page
     )
     return sum(found)
+
+
+def split_oracle_tokens(simulation: Simulation) -> int:
+    """Cached tokens of the oracle with the same pages and the same snapshots."""
+    limits = simulation.engine.limits
+    snapshots = limits.slots - SLOTS_PER_REQUEST * limits.running
+    return sum(
+        belady.cached_tokens_of_split(simulation.uses, pages=limits.pages, snapshots=snapshots, page=limits.page)
+    )
 
 
 def simulate(
@@ -206,6 +217,7 @@ def simulate(
         "bytes": int(limits.pages * limits.page * geometry.token_alloc_bytes) + limits.slots * geometry.slot_bytes,
         **result,
         "oracle_tokens": known,
+        "split_oracle_tokens": split_oracle_tokens(simulation),
         "cached_over_oracle": round(result["cached_tokens"] / known, 4) if known else 1.0,
         "peak_pages": simulation.engine.peak_pages,
         "peak_snapshots": simulation.engine.peak_snapshots,

@@ -41,6 +41,14 @@ class Tree:
         self.req_to_token_pool, self.evictable = pool, list(evictable)
         self.inserted = []
 
+        self.tree_core = self
+
+    def root_node_handle(self):
+        return 0
+
+    def collect_path_info(self, nodes):
+        return [[SimpleNamespace(node_id=node, path_end=self.page_size, num_children=0)] for node in nodes]
+
     def supports_prefix_sharing(self):
         return not self.disable
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import belady
+import bounds
 import numpy as np
 import pytest
 from engine import Engine, Limits
@@ -106,6 +109,27 @@ def test_the_oracle_gives_up_the_end_of_what_is_used_last():
     assert found == [0, 0, 0, 10 * PAGE, 7 * PAGE]
 
 
+def test_the_oracle_of_a_split_cannot_use_room_of_the_other_kind():
+    a, b = list(range(1, 11)), list(range(11, 21))
+    uses = [belady.Use(1300, reusable, path) for reusable, path in ((0, a), (0, b), (10, a), (10, b))]
+    found = {
+        split: belady.cached_tokens_of_split(uses, pages=split[0], snapshots=split[1], page=PAGE)[2:]
+        for split in ((20, 2), (15, 2), (20, 1), (10, 9))
+    }
+    ten = 10 * PAGE
+    assert found[20, 2] == [ten, ten] and found[15, 2] == [5 * PAGE, 5 * PAGE]
+    assert sorted(found[20, 1]) == [0, ten] and sum(found[10, 9]) < sum(found[15, 2])
+
+
+def test_what_random_arrivals_allow_is_what_fits_shared_among_all_who_may_come():
+    """Two chats of ten pages, room for one: whoever comes finds five pages on average; in a pause nobody else comes."""
+    requests = [one("a", 0), one("b", 0), one("a", 1), one("b", 1)]
+    times = [replace(request, arrival=at) for request, at in zip(requests, (0.0, 1.0, 20.0, 21.0), strict=True)]
+    assert bounds.memoryless(times, [0, 0, 10, 10], room=10, pause=5) == 5 + 10
+    assert bounds.memoryless(times, [0, 0, 10, 10], room=100, pause=5) == 20
+    assert bounds.shuffled(["a", "b", "a", "b"], pages=10, room=10) == pytest.approx(10 / 3 + 5 + 10)
+
+
 def test_missed_tokens_have_one_cause_each():
     cases = [
         ({"prompt": 1000, "cached": 0, "ideal": 0, "pages_hit": 0, "best_snapshot": 0}, {"never cached": 1000}),
@@ -142,6 +166,17 @@ def test_the_longest_shared_prefix_is_exact_to_the_token():
         other = np.concatenate([text[:shared], draw("other", 200)])
         assert index.walk(other).tokens == shared
         assert len(index.walk(other).pages) == shared // PAGE
+
+
+def test_the_longest_shared_prefix_is_found_among_many_like_texts():
+    draw = np.random.default_rng(7)
+    index, known = PrefixIndex(4), []
+    for _ in range(300):
+        text = draw.integers(0, 2, draw.integers(1, 14)) * 300 + draw.integers(0, 2)
+        shared = [int((np.cumprod(a[: len(text)] == text[: len(a)])).sum()) for a in known]
+        assert index.walk(text).tokens == max(shared, default=0)
+        index.add(text)
+        known.append(text)
 
 
 def test_equal_keys_are_equal_tokens_and_a_stream_is_the_same_every_time():

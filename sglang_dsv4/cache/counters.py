@@ -16,7 +16,7 @@ class Counters:
     duplicates          snapshots that the tree had already; their slots were given back
     skipped             answers' ends that were not published because none is ever resumed
     superseded          snapshots dropped because their conversation had gone on
-    snapshots_evicted   snapshots dropped because others were used more recently
+    snapshots_evicted   snapshots dropped with the leaf that was worth least
     pages_evicted       pages dropped for that reason
     hits, hit_tokens    requests that resumed, and what they found, by the kind of place; "nowhere" found nothing
     """

@@ -20,8 +20,8 @@ COUNTED = {
     "duplicates": ("snapshots_duplicate", "Snapshots that the tree had already."),
     "skipped": ("snapshots_skipped", "Answers' ends not published because none is resumed."),
     "superseded": ("snapshots_superseded", "Snapshots dropped because their conversation had gone on."),
-    "snapshots_evicted": ("snapshots_evicted", "Snapshots dropped as least recently used."),
-    "pages_evicted": ("pages_evicted", "Pages dropped as least recently used."),
+    "snapshots_evicted": ("snapshots_evicted", "Snapshots dropped with the leaf that was worth least."),
+    "pages_evicted": ("pages_evicted", "Pages dropped with the leaf that was worth least."),
 }
 HITS = {"hits": ("hits", "Requests by where they resumed."), "hit_tokens": ("hit_tokens", "Tokens found there.")}
 

@@ -83,6 +83,7 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
     finally:
         kind, paths.kind, paths.behind, paths.shared = paths.kind, None, None, ()
     counters.duplicates += max(0, offered - (counters.published - before))
+    paths.order.stands(tree, req, kind)
     if kind == PROMPT:
         req._dsv4_prompt_end = req.last_node
 
@@ -110,6 +111,7 @@ def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any,
             with pool.interior.publish(snapshot.slot):
                 insert(tree, req, up_to=up_to, **kwargs)
             counters.interior_published += 1
+            paths.order.stands(tree, req, INNER)
             if snapshot.shared:
                 req._dsv4_shared = paths.share(req.last_node, paths.shared)
     finally:
@@ -121,9 +123,9 @@ def _note_resume(tree: Any, req: Any) -> None:
     """Count where the request resumed, once."""
     if not getattr(req, "_dsv4_counted", False):
         req._dsv4_counted = True
-        kind = "nowhere"
+        kind, paths = "nowhere", paths_of(tree)
+        paths.order.arrives(tree, req)
         if req.prefix_len:
-            paths = paths_of(tree)
             kind = paths.habits.resumed(req.last_node)
             req._dsv4_shared = paths.shared_above(req.last_node)
         counters.hits[kind] += 1

@@ -4,7 +4,7 @@ SGLang evicts the snapshot that was not used for longest, whoever owns it. A con
 snapshots behind that only a branch could use, yet they are younger than the one snapshot that a quieter conversation
 needs. SGLang can bound the snapshots of a path (`--mamba-max-states-per-path`): beyond the bound the shallow ones
 that stand at no fork are dropped at every insert, needed or not. Here the bound is 1, and it is applied when a slot is
-needed, to the path that was extended longest ago first; SGLang's own order decides only when no path is over it.
+needed, to the path that was extended longest ago first. When no path is over it, leaves go (`order.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.habits import ANSWER, ResumeHabits
+from sglang_dsv4.cache.order import EvictionOrder
 
 _REMEMBERED = 1 << 16  # nodes of which anything is known; the oldest are forgotten
 
@@ -29,6 +30,7 @@ class SupersededPaths:
 
     def __init__(self) -> None:
         self.habits = ResumeHabits()
+        self.order = EvictionOrder()
         self.kind: str | None = None  # of the snapshot that is being inserted
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
         self.shared: tuple[int, ...] = ()  # nodes above it that other conversations are expected to resume at
@@ -81,17 +83,19 @@ class SupersededPaths:
         counters.superseded += gone
         return gone
 
-    @staticmethod
-    def _trim(tree: Any, tails: OrderedDict[int, tuple[int, ...]], count: int) -> int:
+    def _trim(self, tree: Any, tails: OrderedDict[int, tuple[int, ...]], count: int) -> int:
         gone = 0
         while gone < count and tails:
             tail, shared = tails.popitem(last=False)
             locks = [lock for node in shared if (lock := _lock(tree, node)) is not None]
             try:
-                gone += _trim_path(tree, tail)
+                went = _trim_path(tree, tail)
             finally:
                 for lock in locks:
                     tree.unlock(lock)
+            if went:
+                gone += went
+                self.order.trimmed(tree, tail)
         return gone
 
 
@@ -139,13 +143,26 @@ def defer(tree: Any, action: Any) -> bool:
 
 
 def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwargs: Any) -> Any:
-    """SGLang's eviction for an allocation, after superseded snapshots have been offered."""
-    gone = 0
-    if params.mamba_num > 0 and not kwargs:
-        gone = paths_of(tree).trim(tree, params.mamba_num)
-        params = dataclasses.replace(params, mamba_num=max(0, params.mamba_num - gone))
+    """Room for an allocation: superseded snapshots go first, then the leaves worth least, then what SGLang chooses."""
+    pages = snapshots = superseded = 0
+    if not kwargs and not tree.disable:
+        superseded, pages, snapshots, params = _make_room(tree, params)
     result = original(tree, params, **kwargs)
+    result.num_tokens_evicted += pages
+    result.mamba_num_evicted += snapshots
     counters.snapshots_evicted += result.mamba_num_evicted
     counters.pages_evicted += result.num_tokens_evicted // tree.page_size
-    result.mamba_num_evicted += gone
+    result.mamba_num_evicted += superseded
     return result
+
+
+def _make_room(tree: Any, params: Any) -> tuple[int, int, int, Any]:
+    """Superseded snapshots, tokens and snapshots that went, and what of `params` is still wanted."""
+    paths, allocator = paths_of(tree), tree.token_to_kv_pool_allocator
+    superseded = paths.trim(tree, params.mamba_num) if params.mamba_num > 0 else 0
+    wanted = max(0, params.mamba_num - superseded)
+    goal = allocator.available_size() + params.num_tokens
+    tokens, snapshots = paths.order.evict(tree, params.num_tokens, wanted)
+    short = max(0, goal - allocator.available_size()) if params.num_tokens > 0 else 0
+    left = dataclasses.replace(params, num_tokens=short, mamba_num=max(0, wanted - snapshots))
+    return superseded, tokens, snapshots, left

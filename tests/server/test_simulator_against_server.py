@@ -13,6 +13,7 @@ from simulate import Simulation
 from workload import PAGE, serve
 from workloads import Conversations, Ids, Request, TokenSource, Workload, build
 
+from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.metrics import COUNTED, PREFIX
 from sglang_dsv4.geometry import Geometry
 from sglang_dsv4.tiny import SPECIAL_TOKENS, tiny_config, write_checkpoint
@@ -81,10 +82,12 @@ def test_cached_tokens_of_a_sequential_trace_equal_the_servers_on_tight_pools(se
     again.answers = talk.answers
     geometry = Geometry.from_config(tiny_config(), page_size=PAGE)
     engine = Engine(Limits(PAGES, SLOTS, RUNNING, CHUNK, PAGE, 4096), geometry, user_token=USER)
+    before = replace(counters)
     rows = Simulation(workload, engine, talk=again).run()
     assert [(row.prompt, row.cached) for row in rows] == served
-    reasons = {cause for row in rows for cause in row.missed}
-    assert {"page evicted", "snapshot evicted"} <= reasons, "the pools were not tight enough to show anything"
+    evicted = counters.pages_evicted - before.pages_evicted, counters.snapshots_evicted - before.snapshots_evicted
+    assert min(evicted) > 0 and counters.superseded > before.superseded, "the pools were not tight enough"
+    assert any("page evicted" in row.missed for row in rows)
 
 
 @pytest.mark.skipif(not METRICS, reason="prometheus_client is not installed: see requirements/test.txt")

@@ -1,0 +1,134 @@
+"""Which prefix leaves the tree first: whole leaves, pages and snapshot together, the one worth least.
+
+SGLang evicts the leaf that was not used for longest when pages run out, and the snapshot that was not used for longest
+when slots do. That loses everything on traffic that comes around in turn, and takes snapshots from pages that stay.
+Here leaves are ordered by what keeping them is worth (`reuse.py`), and go through the tree's own eviction of one leaf.
+A leaf takes its snapshot along, and then the pages above it that no snapshot makes usable.
+
+The tree is not asked for its leaves, which would cost as much as there are. Every node that a request left is offered
+as a leaf, and so is a node whose last child was evicted; what became of it meanwhile is looked up when it is to go.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4.cache.habits import INNER
+from sglang_dsv4.cache.reuse import Arrival, Mark, ReuseModel, extend_chain
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
+_GONE: tuple[TreePathNodeInfo, ...] = ()
+
+
+class EvictionOrder:
+    """The leaves of one tree."""
+
+    def __init__(self) -> None:
+        self.model = ReuseModel()
+        self._root: int | None = None  # node, which is another one after a flush
+
+    def arrives(self, tree: Any, req: Any) -> None:
+        """A request is prepared for the first time. A flush of the tree forgets what was learned, too."""
+        root = tree.tree_core.root_node_handle()
+        if root != self._root:
+            self.model, self._root = ReuseModel(), root
+        chain: array[int] = array("q")
+        extend_chain(chain, _text(req.origin_input_ids), tree.page_size, _seed(req))
+        req._dsv4_arrival = self.model.arrives(chain)
+
+    def stands(self, tree: Any, req: Any, kind: str) -> None:
+        """The request's text stands in the tree as far as its `last_node`, a place of that kind."""
+        arrival: Arrival | None = getattr(req, "_dsv4_arrival", None)
+        pages = req.kv.cache_protected_len // tree.page_size
+        if arrival is None or tree.disable or not pages:
+            return
+        if pages > len(arrival.chain):
+            text = array("q", [*req.origin_input_ids, *req.output_ids])
+            extend_chain(arrival.chain, text, tree.page_size, _seed(req))
+        span = _span(tree, _path(tree, req.last_node))
+        self.model.stands(arrival, pages, kind, req.last_node, span)
+
+    def trimmed(self, tree: Any, node: int) -> None:
+        """Snapshots above `node` are gone, so more is lost with it."""
+        mark = self.model.end_of(node)
+        if mark is not None and mark.chain is not None and (path := _path(tree, node)):
+            self.model.offer(mark, node, _span(tree, path), mark.chain)
+
+    def evict(self, tree: Any, tokens: int, snapshots: int) -> tuple[int, int]:
+        """Evict leaves until so many tokens and snapshots went or none is left; returns how many did."""
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        full, state = ComponentType.FULL, ComponentType.MAMBA
+        started, gone = time.perf_counter(), dict.fromkeys(tree.tree_components, 0)
+        held: list[tuple[Mark, int, array[int]]] = []
+        while gone[full] < tokens or gone[state] < snapshots:
+            mark = self.model.worst(by_span=gone[full] >= tokens)
+            if mark is None or mark.node is None or mark.chain is None:
+                break
+            node, chain, path = mark.node, mark.chain, _path(tree, mark.node)
+            self.model.withdraw(mark)
+            if path is _GONE or path[-1].num_children:
+                continue
+            if _locked(tree, node):
+                held.append((mark, node, chain))
+                continue
+            tree._evict_device_leaf(node, gone)
+            self._uncover(tree, path[:-1], mark, chain, gone)
+        for mark, node, chain in held:
+            self.model.offer(mark, node, mark.span, chain)
+        tree.update_eviction_metrics(gone[full], started)
+        return gone[full], gone[state]
+
+    def _uncover(self, tree: Any, above: Any, mark: Mark, chain: array[int], gone: dict[Any, int]) -> None:
+        """A leaf below `above` went: its parent may be a leaf now. Without a snapshot it goes, too."""
+        while above and (path := _path(tree, above[-1].node_id)) and not path[-1].num_children:
+            node = path[-1].node_id
+            if _has_snapshot(tree, node) or _locked(tree, node):
+                parent = self.model.mark(chain[path[-1].path_end // tree.page_size - 1], INNER, mark.cls.turn)
+                self.model.offer(parent, node, _span(tree, path), chain)
+                return
+            tree._evict_device_leaf(node, gone)
+            above = path[:-1]
+
+
+def _text(tokens: Any) -> array[int]:
+    return tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
+
+
+def _seed(req: Any) -> int:
+    """What keeps equal texts of different namespaces apart."""
+    return hash((getattr(req, "extra_key", None), getattr(req, "cache_salt", None)))
+
+
+def _path(tree: Any, node: int) -> tuple[TreePathNodeInfo, ...]:
+    """Root to `node`; empty if it is gone."""
+    try:
+        path: tuple[TreePathNodeInfo, ...] = tree.tree_core.collect_path_info([node])[0]
+    except KeyError:
+        return _GONE
+    return path
+
+
+def _has_snapshot(tree: Any, node: int) -> bool:
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    return tree.tree_core.get_component_device_value(node, ComponentType.MAMBA) is not None
+
+
+def _span(tree: Any, path: tuple[TreePathNodeInfo, ...]) -> int:
+    """Pages from the nearest snapshot above the end of `path` to the end."""
+    start = next((one.path_end for one in reversed(path[:-1]) if _has_snapshot(tree, one.node_id)), 0)
+    return int(path[-1].path_end - start) // int(tree.page_size)
+
+
+def _locked(tree: Any, node: int) -> bool:
+    """Whether a request holds the pages of the leaf `node`, found out by locking: a held path gains no protection."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    result = tree.inc_lock_ref(node, (ComponentType.MAMBA,))
+    tree.dec_lock_ref(node, result.to_dec_params())
+    return not result.delta

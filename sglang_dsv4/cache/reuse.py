@@ -1,0 +1,257 @@
+"""When prefixes are asked for again, learned from all that were seen lately, evicted or not.
+
+A mark is a place in the text where somebody may resume: the end of a prompt, of an answer, of what conversations
+share. It is found again by a hash of the text before it, so a mark whose pages are gone still tells whether keeping
+them would have been right. Marks of one class share statistics: of those that reached an age, how many were asked
+for before twice that age. Ages are counted in requests, so nothing depends on a clock.
+
+The value of a mark is the best rate of hits that keeping it can give, over all times to keep it: hits expected until
+then, over the time it is kept until then. Where hits come soon or never, marks lose value as they grow old, and the
+one not used for longest goes first. Where everything comes around in turn, they gain, and what was used just now goes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_dsv4.cache.habits import PROMPT
+
+_REMEMBERED = 1 << 16  # marks; those that were not passed for longest are forgotten
+_AGES = 20  # age b lasts from 2^b to 2^(b+1) requests
+_TURNS, _STRANGERS = 15, 7  # more count as so many
+_PRIOR = 0.5  # part of the marks of any age that is passed before twice that age, while nothing is known
+_TRUST = 3.0  # observations that weigh as much as what the wider class says
+_REFRESH = 16  # requests between new values
+_FADE = 0.5 ** (1 / 2048)  # weight that observations lose with every request
+_PASSED = "passed"
+
+
+class MarkClass(NamedTuple):
+    """What marks have in common.
+
+    kind       of place while nobody has passed it, or "passed"
+    turn       requests of its conversation so far
+    strangers  requests of other conversations that passed it
+    """
+
+    kind: str
+    turn: int
+    strangers: int
+
+
+class Mark:
+    """A place in the text. `node` ends there if it is a leaf of the tree; `span` pages are lost with it."""
+
+    __slots__ = ("age", "chain", "cls", "is_end", "node", "passes", "span", "stamp", "talk")
+
+    def __init__(self, kind: str, turn: int) -> None:
+        self.cls = MarkClass(kind, min(turn, _TURNS), 0)
+        self.is_end = kind == PROMPT
+        self.age = self.stamp = self.passes = self.span = 0
+        self.node: int | None = None
+        self.chain: array[int] | None = None  # hashes of a text that passes here
+        self.talk: Mark | None = None  # end of the first prompt of the conversation that passed last
+
+
+class Arrival:
+    """What is known of a request: the hashes of its pages, the marks on its way and its conversation."""
+
+    def __init__(self, chain: array[int], passed: list[Mark], talk: Mark | None) -> None:
+        self.chain, self.passed, self.talk = chain, passed, talk
+
+    @property
+    def turn(self) -> int:
+        return self.talk.passes if self.talk is not None else 0
+
+
+class _Table:
+    """Of the marks that reached each age, how many, and how many of them were passed at that age."""
+
+    __slots__ = ("hits", "reached")
+
+    def __init__(self) -> None:
+        self.hits, self.reached = [0.0] * _AGES, [0.0] * _AGES
+
+
+class ReuseModel:
+    """Marks, their statistics, and which of those that are leaves is worth least."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._marks: OrderedDict[int, Mark] = OrderedDict()
+        self._tables: dict[tuple[object, ...], _Table] = defaultdict(_Table)
+        self._weight = 1.0  # of an observation made now
+        self._waiting: list[deque[tuple[Mark, int]]] = [deque() for _ in range(_AGES)]
+        self._values: dict[MarkClass, list[float]] = {}
+        self._leaves: dict[tuple[MarkClass, int, int], dict[Mark, None]] = {}  # by class, age and bits of the span
+        self._ends: dict[int, Mark] = {}  # node -> its mark, of all leaves
+
+    def arrives(self, chain: array[int]) -> Arrival:
+        """A request whose pages have these hashes passes the marks on its way, whether or not their pages stand."""
+        self._tick()
+        found = [(key, mark) for key in chain if (mark := self._marks.get(key)) is not None]
+        talk = next((mark for _, mark in found if mark.is_end), None)
+        if talk is not None:
+            talk.passes += 1
+        arrival = Arrival(chain, [mark for _, mark in found], talk)
+        for key, mark in found:
+            self._count(mark, hits=1.0)
+            strange = talk is None or mark.talk is not talk
+            cls = MarkClass(_PASSED, min(arrival.turn, _TURNS), min(mark.cls.strangers + strange, _STRANGERS))
+            mark.talk = talk
+            self._begin(mark, cls)
+            self._marks.move_to_end(key)
+        return arrival
+
+    def stands(self, arrival: Arrival, pages: int, kind: str, node: int, span: int) -> None:
+        """The request's first pages stand in the tree as far as `node`, a leaf."""
+        mark = self.mark(arrival.chain[pages - 1], kind, arrival.turn)
+        if kind == PROMPT and arrival.talk is None:
+            arrival.talk = mark
+            for passed in arrival.passed:
+                passed.talk = mark
+        mark.talk = arrival.talk
+        for above in arrival.passed:
+            self.withdraw(above)
+        arrival.passed.append(mark)
+        self.offer(mark, node, span, arrival.chain)
+
+    def mark(self, key: int, kind: str, turn: int) -> Mark:
+        """The mark at the place of that hash, which is new if there was none."""
+        mark = self._marks.get(key)
+        if mark is None:
+            mark = self._marks[key] = Mark(kind, turn)
+            self._begin(mark, mark.cls)
+            if len(self._marks) > _REMEMBERED:
+                self._marks.popitem(last=False)[1].stamp = -1
+        return mark
+
+    # Leaves
+
+    def offer(self, mark: Mark, node: int, span: int, chain: array[int]) -> None:
+        """The mark may go: the leaf `node` ends there."""
+        self.withdraw(mark)
+        if (other := self._ends.get(node)) is not None:  # of the same place, forgotten since
+            self.withdraw(other)
+        mark.node, mark.span, mark.chain = node, span, chain
+        self._leaves.setdefault(self._group(mark), {})[mark] = None
+        self._ends[node] = mark
+
+    def withdraw(self, mark: Mark) -> None:
+        if mark.node is not None:
+            key = self._group(mark)
+            group = self._leaves[key]
+            del group[mark]
+            if not group:
+                del self._leaves[key]
+            del self._ends[mark.node]
+            mark.node = mark.chain = None
+
+    def end_of(self, node: int) -> Mark | None:
+        """The mark at the leaf `node`, None if that was not offered."""
+        return self._ends.get(node)
+
+    def worst(self, *, by_span: bool) -> Mark | None:
+        """The leaf worth least, a page or, `by_span`, as a whole. Costs as much as there are groups of like leaves."""
+        if not self._leaves:
+            return None
+        cls, age, _ = key = min(
+            self._leaves, key=lambda group: self.values(group[0])[group[1]] * (1 << group[2] if by_span else 1)
+        )
+        values, group = self.values(cls), self._leaves[key]
+        gains = age + 1 < _AGES and values[age + 1] > values[age]
+        return next(reversed(group)) if gains else next(iter(group))
+
+    @staticmethod
+    def _group(mark: Mark) -> tuple[MarkClass, int, int]:
+        return mark.cls, mark.age, mark.span.bit_length()
+
+    # Statistics
+
+    def values(self, cls: MarkClass) -> list[float]:
+        """What a mark of that class is worth at each age: hits a request while it is kept, kept as long as is best."""
+        known = self._values.get(cls)
+        if known is None:
+            known = self._values[cls] = best_rates(self._chances(cls))
+        return known
+
+    def _tick(self) -> None:
+        self.now += 1
+        self._weight /= _FADE
+        if self.now % _REFRESH == 0:
+            self._values.clear()
+            if self._weight > 1024:
+                for table in self._tables.values():
+                    table.hits = [x / self._weight for x in table.hits]
+                    table.reached = [x / self._weight for x in table.reached]
+                self._weight = 1.0
+        for age, waiting in enumerate(self._waiting[:-1]):
+            while waiting and self.now - waiting[0][1] >= 2 << age:
+                mark, stamp = waiting.popleft()
+                if mark.stamp == stamp:
+                    self._move(mark, mark.cls, age + 1)
+                    self._waiting[age + 1].append((mark, stamp))
+                    self._count(mark, reached=1.0)
+
+    def _begin(self, mark: Mark, cls: MarkClass) -> None:
+        mark.stamp = self.now
+        self._move(mark, cls, 0)
+        self._waiting[0].append((mark, self.now))
+        self._count(mark, reached=1.0)
+
+    def _move(self, mark: Mark, cls: MarkClass, age: int) -> None:
+        node, chain = mark.node, mark.chain
+        self.withdraw(mark)
+        mark.cls, mark.age = cls, age
+        if node is not None and chain is not None:
+            self.offer(mark, node, mark.span, chain)
+
+    def _count(self, mark: Mark, *, hits: float = 0.0, reached: float = 0.0) -> None:
+        for key in self._wider(mark.cls):
+            table = self._tables[key]
+            table.hits[mark.age] += hits * self._weight
+            table.reached[mark.age] += reached * self._weight
+
+    @staticmethod
+    def _wider(cls: MarkClass) -> tuple[tuple[object, ...], ...]:
+        return (), (cls.kind, cls.strangers), cls
+
+    def _chances(self, cls: MarkClass) -> list[float]:
+        chances, trust = [_PRIOR] * _AGES, _TRUST * self._weight
+        for key in self._wider(cls):
+            table = self._tables.get(key)
+            if table is not None:
+                chances = [
+                    (hits + trust * wider) / (reached + trust)
+                    for hits, reached, wider in zip(table.hits, table.reached, chances, strict=True)
+                ]
+        return chances
+
+
+def best_rates(chances: Sequence[float]) -> list[float]:
+    """For each age the best ratio of hits to time kept, over all ages at which to give up.
+
+    chances  of being passed at an age, for a mark that reached it
+    """
+    rates = []
+    for begin in range(len(chances)):
+        alive, hits, time, best = 1.0, 0.0, 0.0, 0.0
+        for age in range(begin, len(chances)):
+            chance = min(chances[age], 1.0)
+            time += alive * (1 - chance / 2) * (1 << age)
+            hits += alive * chance
+            alive *= 1 - chance
+            best = max(best, hits / time)
+        rates.append(best)
+    return rates
+
+
+def extend_chain(chain: array[int], tokens: array[int], page: int, seed: int) -> None:
+    """Append the hashes of the whole pages of `tokens` that are not in `chain` yet; each stands for all text before."""
+    before = chain[-1] if chain else seed
+    for begin in range(len(chain) * page, len(tokens) // page * page, page):
+        before = hash((before, tokens[begin : begin + page].tobytes()))
+        chain.append(before)
