@@ -32,12 +32,14 @@ class GpuLaunch(Launch):
     max_batch   largest captured decode batch
     mem_share   --mem-fraction-static: only has to leave room, the pools' sizes are always given
     moe         --moe-runner-backend
+    graphs      False runs decode steps eagerly, which starts faster
     """
 
     device: str = "cuda"
     max_batch: int = 64
     mem_share: float = 0.6
     moe: str = "triton"
+    graphs: bool = True
     chunked_prefill_size: int = 8192
     max_running_requests: int = 64
 
@@ -46,11 +48,16 @@ class GpuLaunch(Launch):
             *super().command(port),
             *("--skip-tokenizer-init", "--grammar-backend", "none", "--moe-runner-backend", self.moe),
             *("--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
-            *("--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(self.max_batch))),
+            *self._graph_flags(),
             *("--mem-fraction-static", str(self.mem_share)),
             *("--decode-log-interval", str(LOG_INTERVAL)),
             "--enable-metrics",
         ]
+
+    def _graph_flags(self) -> list[str]:
+        if not self.graphs:
+            return ["--disable-cuda-graph"]
+        return ["--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(self.max_batch))]
 
     def check(self) -> None:
         """Nothing of a CPU server's needs."""

@@ -1,0 +1,107 @@
+"""Thousands of requests of random lengths against our server on a GPU, with pools too small for them.
+
+    python bench/soak.py CHECKPOINT [--requests 2000] [--out FILE]
+
+The server checks SGLang's accounting at every step (SGLANG_DEBUG_MEMORY_POOL), pools and freed slots are full of NaN,
+and every few steps running requests are taken back and computed again (SGLANG_TEST_RETRACT). A request fails if its
+answer is short or has a logprob that is no number. Afterwards `verify` compares warm answers with cold ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
+
+from sglang_dsv4.console import Progress
+from sglang_dsv4.serving import Client, Server, ServerError, Words
+from sglang_dsv4.verify import verify
+
+CHECKED = {
+    "SGLANG_DEBUG_MEMORY_POOL": "1",
+    "SGLANG_DSV4_POISON": "1",
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "40",
+}
+BOOKS, BOOK_TOKENS, ANSWER = 40, 3000, 64  # prompts are beginnings of so many texts, followed by words of their own
+
+
+def prompts(count: int, vocabulary: int) -> list[tuple[list[int], int]]:
+    """(ids, answer tokens) of each request, always the same."""
+    rng = random.Random("soak")
+    books = [text(f"book {i}", BOOK_TOKENS, vocabulary) for i in range(BOOKS)]
+    made = []
+    for i in range(count):
+        shared = books[rng.randrange(BOOKS)][: rng.randrange(BOOK_TOKENS)]
+        made.append(([*shared, *text(f"own {i}", rng.randrange(1, 300), vocabulary)], rng.randrange(1, ANSWER + 1)))
+    return made
+
+
+def faults(client: Client, requests: list[tuple[list[int], int]], users: int) -> tuple[list[str], int]:
+    """One line for every request that failed, and the cached tokens of all."""
+    progress = Progress(len(requests), "soak")
+
+    def one(request: tuple[list[int], int]) -> tuple[str | None, int]:
+        ids, limit = request
+        try:
+            answer = client.generate(ids, limit)
+        except ServerError as error:
+            return str(error), 0
+        finally:
+            progress.step()
+        bad = not all(math.isfinite(p) for p in answer.logprobs)
+        return f"a logprob of a prompt of {len(ids)} tokens is no number" if bad else None, answer.cached_tokens
+
+    with ThreadPoolExecutor(users) as pool:
+        seen = list(pool.map(one, requests))
+    return [fault for fault, _ in seen if fault], sum(cached for _, cached in seen)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--users", type=int, default=64)
+    parser.add_argument(
+        "--tolerance", type=float, default=0.5, help="random weights: bench/swap.py shows what is usual"
+    )
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "soak.log")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    vocabulary = vocabulary_of(options.model)
+    launch = GpuLaunch(options.model, max_total_tokens=60_000, max_running_requests=32, max_mamba_cache_size=200)
+    result: dict[str, Any] = {"card": card(), "commit": options.commit, "command": " ".join(sys.argv)}
+    try:
+        with Server(launch, options.log, timeout=START_TIMEOUT_S, env=CHECKED) as server:
+            started = time.monotonic()
+            requests = prompts(options.requests, vocabulary)
+            failed, cached = faults(server.client, requests, options.users)
+            total = sum(len(ids) for ids, _ in requests)
+            result |= {"requests": len(requests), "failed": failed, "prompt_tokens": total, "cached_tokens": cached}
+            result["retractions"] = server.log.read_text(errors="replace").count("#retracted_reqs")
+            result["seconds"] = round(time.monotonic() - started, 1)
+            print(json.dumps({**result, "failed": failed[:5]}), flush=True)
+            said: list[str] = []
+            words = Words(tuple(range(1000, vocabulary)))
+            result["verified"] = verify(server.client, words=words, tolerance=options.tolerance, say=said.append)
+            result["verify"] = "\n".join(said).splitlines()
+    except ServerError as error:
+        result["stopped"] = str(error)
+    print("\n".join(result.get("verify", [])), result.get("stopped", ""), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if result.get("verified") and not result["failed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
