@@ -44,13 +44,18 @@ def token_ms(server: Server, prompts: list[list[int]]) -> float:
     """
     before = server.log.stat().st_size
     batch_seconds(server.client, prompts, (WINDOWS + 1) * LOG_INTERVAL + 8)
-    with server.log.open("rb") as log:
-        log.seek(before)
-        lines = _LINE.findall(log.read().decode(errors="replace"))
-    times = [int(running) / float(rate) * 1e3 for running, rate in lines if int(running) == len(prompts)][1:]
+    times = step_times(server.log, before, len(prompts))[1:]
     if not times:
         raise ServerError(f"{server.log} has no decode steps of {len(prompts)} requests")
     return statistics.median(times)
+
+
+def step_times(log: Path, begin: int, batch: int) -> list[float]:
+    """Milliseconds a step that the log's lines from byte `begin` on give for decode batches of that size."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        lines = _LINE.findall(file.read().decode(errors="replace"))
+    return [int(running) / float(rate) * 1e3 for running, rate in lines if int(running) == batch]
 
 
 def alternated(servers: dict[str, Server], prompts: list[list[int]], repeats: int) -> dict[str, list[float]]:
@@ -122,17 +127,18 @@ def long_turns(client: Client, vocabulary: int, chats: int, tokens: int, turns: 
     return {"cached": cached, "first_token_s": seconds}
 
 
-def profile(client: Client, prompts: list[list[int]], delay: float, folder: Path | None = None) -> dict[str, Any]:
+def profile(server: Server, prompts: list[list[int]], folder: Path | None = None) -> dict[str, Any]:
     """Kernels of one decode step of the batch: SGLang's own profiler over PROFILED_STEPS replayed steps.
 
-    delay  seconds until all prompts decode
     Raises ServerError where no trace appears.
     """
     folder = folder or Path(tempfile.mkdtemp())
-    decoding = threading.Thread(target=batch_seconds, args=(client, prompts, 400))
+    before = server.log.stat().st_size
+    decoding = threading.Thread(target=batch_seconds, args=(server.client, prompts, 300))
     decoding.start()
-    time.sleep(delay)
-    client.start_profile(folder, PROFILED_STEPS)
+    while decoding.is_alive() and not step_times(server.log, before, len(prompts)):
+        time.sleep(0.05)
+    server.client.start_profile(folder, PROFILED_STEPS)
     decoding.join()
     for _ in range(100):
         found = sorted(folder.rglob("*.trace.json*"))
@@ -140,7 +146,7 @@ def profile(client: Client, prompts: list[list[int]], delay: float, folder: Path
             time.sleep(1.0)  # until it is written to its end
             return summary(json.loads(gzip.open(found[0]).read()))
         time.sleep(0.2)
-    raise ServerError(f"{client.url} wrote no profile to {folder}")
+    raise ServerError(f"{server.url} wrote no profile to {folder}")
 
 
 def plain_name(name: str) -> str:

@@ -141,10 +141,8 @@ class Bench:
             batch, _, context = cell.split()[:3]
             if profiled and int(context) == max(contexts):
                 prompts = decode.shared_prompts(int(context), int(batch), self.vocabulary)
-                # Prompts arrive and are matched at some 1.5 million tokens a second.
-                delay = 1.5 + int(batch) * int(context) / 1e6
                 for name, server in servers.items():
-                    self.profiles[f"{name}, {cell}"] = decode.profile(server.client, prompts, delay)
+                    self.profiles[f"{name}, {cell}"] = decode.profile(server, prompts)
                     self.save()
 
     def distinct(self, context: int, batch: int) -> None:
