@@ -199,9 +199,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     extra = ("--load-format", "dummy") if options.dummy else ()
-    bench = Bench(
-        options.model, options.config or options.model, options.logs, extra, options.mem_share, options.repeats
-    )
+    config = options.config or options.model
+
+    def save() -> None:
+        """Rows are written as they come: a run that is stopped keeps what it measured."""
+        write(bench, options)
+
+    bench = Bench(options.model, config, options.logs, extra, options.mem_share, options.repeats, save)
     try:
         run(bench, options)
     except ServerError as error:

@@ -117,8 +117,8 @@ def swap(servers: dict[str, Server], lengths: list[int], steps: int, vocabulary:
 
 
 def arms(model: Path, moe: str, extra: tuple[str, ...]) -> dict[str, GpuLaunch]:
-    pools = {"max_total_tokens": 200_000, "max_running_requests": 16, "max_mamba_cache_size": 200}
-    ours = KeyedLaunch(model, max_batch=16, moe=moe, extra_args=extra, **pools)
+    pools = GpuLaunch(model, max_total_tokens=200_000, max_running_requests=16, max_mamba_cache_size=200)
+    ours = KeyedLaunch(**{**vars(pools), "max_batch": 16, "moe": moe, "extra_args": extra})
     in_tree = replace(ours, plugin=False)
     return {
         REFERENCE: in_tree,
