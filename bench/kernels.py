@@ -26,7 +26,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import kernel_cases  # noqa: E402
-from kernel_cases.base import Case, Timer, copy_bandwidth, copy_us, first_line, select, warm_up  # noqa: E402
+from kernel_cases.base import (  # noqa: E402
+    Case,
+    Timer,
+    copy_bandwidth,
+    copy_us,
+    first_line,
+    select,
+    skip_slow_rivals,
+    warm_up,
+)
 
 ROUNDS = 5
 
@@ -77,10 +86,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="case modules, or text in 'op shape'")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
+    parser.add_argument("--no-slow-rivals", action="store_true", help="leave out rivals that compile at first use")
     parser.add_argument("--commit", default=None, help="commit to record where there is no checkout")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench/kernels.py: no CUDA device\n")
+    if args.no_slow_rivals:
+        skip_slow_rivals()
     device = torch.device("cuda", torch.cuda.current_device())
     card, revision = torch.cuda.get_device_name(device), args.commit or commit()
     warm_up(device)

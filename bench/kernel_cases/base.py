@@ -38,6 +38,17 @@ class Case:
 
 
 _selected: list[str] = []
+_slow_rivals = True
+
+
+def skip_slow_rivals() -> None:
+    """Leaves out rivals that compile for minutes at first use."""
+    global _slow_rivals
+    _slow_rivals = False
+
+
+def slow_rivals() -> bool:
+    return _slow_rivals
 
 
 def select(texts: list[str]) -> None:

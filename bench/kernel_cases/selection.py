@@ -9,11 +9,11 @@ import torch
 
 from kernel_cases import in_tree
 from kernel_cases.attend import BATCHES, CONTEXTS, INDEX_HEADS, PAGE, fastest, importable, step
-from kernel_cases.base import Case, first_line, op_wanted, sets_for, wanted
+from kernel_cases.base import Case, first_line, op_wanted, sets_for, slow_rivals, wanted
 from sglang_dsv4.formats import index_codec
 from sglang_dsv4.geometry import CSA_RATIO, INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM, RowLayout
 from sglang_dsv4.ops.index_query import index_query_cuda
-from sglang_dsv4.ops.index_topk import index_topk_cuda
+from sglang_dsv4.ops.index_topk import WIDE_WAYS, index_topk_cuda
 
 # index_query
 
@@ -66,7 +66,7 @@ def topk_cases(device: torch.device) -> Iterator[Case]:
     in_tree.load()
     modules = {
         "in-tree top-k": importable("sglang.kernels.ops.attention.dsv4.topk"),
-        "flashinfer.top_k_page_table_transform": importable("flashinfer"),
+        "flashinfer.top_k_page_table_transform": importable("flashinfer") if slow_rivals() else (None, "slow"),
     }
     shapes = [(b, c) for b in BATCHES for c in ("2K", "4K", "16K", "32K", "128K")] + [(1, "1M"), (16, "1M"), (64, "1M")]
     for topk in (512, 1024):
@@ -75,6 +75,53 @@ def topk_cases(device: torch.device) -> Iterator[Case]:
                 continue
             if wanted("index_topk", _topk_shape(topk, batch, name)):
                 yield _topk(topk, batch, name, device, modules)
+
+
+WIDE_COLUMNS = CONTEXTS["1M"] // CSA_RATIO
+
+
+def wide_cases(device: torch.device) -> Iterator[Case]:
+    """Decode in a captured graph: rows of any length in a buffer as wide as the longest context, every way to it."""
+    in_tree.load()
+    module, reason = importable("sglang.kernels.ops.attention.dsv4.topk")
+    for batch in (1, 16, 64):
+        for visible in (1024, 8192, 32768):
+            shape = f"k 512 batch {batch} visible {visible} in {WIDE_COLUMNS} columns"
+            shapes = {way: f"{shape}, {way}" for way in WIDE_WAYS}
+            if any(wanted("index_topk", shape) for shape in shapes.values()):
+                yield from _wide(512, batch, visible, shapes, device, module, reason)
+
+
+def _wide(
+    topk: int, batch: int, visible: int, shapes: dict[str, str], device: torch.device, module: Any, reason: str
+) -> Iterator[Case]:
+    num_bytes = batch * 4 * (visible + topk)
+    sets = max(4, min(16, sets_for(num_bytes), (4 << 30) // (batch * 4 * WIDE_COLUMNS)))
+    meta = step(batch, visible * CSA_RATIO, device)
+    scores = [torch.randn(batch, WIDE_COLUMNS, device=device) for _ in range(sets)]
+    lens = torch.full((batch,), visible, dtype=torch.int32, device=device)
+    out = torch.empty(batch, topk, dtype=torch.int32, device=device)
+    rival, rival_run, not_run = None, None, []
+    if module is None:
+        not_run.append(f"in-tree top-k v2: {reason}")
+    else:
+        try:
+            plan = module.plan_topk_v2(lens)
+        except Exception as error:
+            not_run.append(f"in-tree top-k v2: {first_line(error)}")
+        else:
+            rival = "in-tree top-k v2"
+
+            def rival_run(i: int) -> object:
+                return module.topk_transform_paged_v2(scores[i], lens, meta.page_table, out, PAGE // CSA_RATIO, plan)
+
+    for way, shape in shapes.items():
+        if wanted("index_topk", shape):
+
+            def run(i: int, way: str = way) -> torch.Tensor:
+                return index_topk_cuda(scores[i], meta, topk=topk, physical=True, way=way)
+
+            yield Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
 
 
 def _topk_shape(topk: int, batch: int, name: str) -> str:
@@ -138,4 +185,5 @@ def cases(device: torch.device) -> Iterator[Case]:
     if op_wanted("index_query"):
         yield from query_cases(device)
     if op_wanted("index_topk"):
+        yield from wide_cases(device)
         yield from topk_cases(device)

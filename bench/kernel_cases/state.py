@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import in_tree
-from kernel_cases.base import Case, op_wanted, sets_for
+from kernel_cases.base import Case, op_wanted, sets_for, wanted
 from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import (
     CSA_RATIO,
@@ -27,7 +27,7 @@ from sglang_dsv4.geometry import (
 )
 from sglang_dsv4.ops.append_window import WindowNorm, append_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state_cuda
-from sglang_dsv4.ops.flush import HCA_VARIANTS, CompressorParams, flush_csa_cuda, flush_hca_cuda
+from sglang_dsv4.ops.flush import CompressorParams, flush_csa_cuda, flush_hca_cuda
 from sglang_dsv4.ops.gather import gather_cuda
 from sglang_dsv4.ops.meta import StepMeta, Workspace
 
@@ -140,12 +140,12 @@ class Layers:
 
         return run
 
-    def hca(self, variant: str = "by shape") -> Callable[[int], object]:
+    def hca(self) -> Callable[[int], object]:
         params = compressor(HCA_RATIO, HEAD_DIM, self.rope)
         x = self.randn(self.sets, self.tokens, 2 * HEAD_DIM)
         tail = self.randn(self.slots, HCA_RATIO, STATE_PARTS, HEAD_DIM)
         entries = self.rows(MAIN_FP8.group_bytes, HCA_RATIO)
-        return lambda i: flush_hca_cuda(params, x[i], tail, entries, self.metas[i], codec=CODEC, variant=variant)
+        return lambda i: flush_hca_cuda(params, x[i], tail, entries, self.metas[i], codec=CODEC)
 
 
 def csa_bytes(spans: list[tuple[int, int]]) -> int:
@@ -176,6 +176,9 @@ def append_bytes(spans: list[tuple[int, int]]) -> int:
     return sum(min(count, WINDOW) * (2 * HEAD_DIM + ROW) for _, count in spans)
 
 
+DECODE_OPS = ("append_window", "append_window, raw", "append_window + flush_csa", "flush_csa", "flush_hca")
+
+
 def decode_cases(device: torch.device) -> Iterator[Case]:
     for batch in BATCHES:
         # Staggered: a quarter of the requests completes a CSA block, one in 128 an HCA block.
@@ -183,6 +186,8 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
         together = [(4095 + 128 * (i % 8), 1) for i in range(batch)]
         for name, spans in (("staggered", staggered), ("all complete", together)):
             shape = f"decode, batch {batch}, {name}"
+            if not any(wanted(op, shape) for op in DECODE_OPS):
+                continue
             sets = sets_for(batch * (CSA_TOKEN + ROW + 3 * 4 * STATE_PARTS * CSA_STATE_DIM * 4))
             layers = Layers(spans, min(sets, 64), device)
             if name == "staggered":
@@ -230,9 +235,6 @@ def prefill_cases(device: torch.device) -> Iterator[Case]:
         yield Case("append_window", shape, append_bytes(spans), layers.append(), 4)
         yield Case("flush_csa", shape, csa_bytes(spans), layers.csa(), 4, limit="70 % of copy bandwidth")
         yield Case("flush_hca", shape, hca_bytes(spans), layers.hca(), 4, limit="70 % of copy bandwidth")
-        for variant in HCA_VARIANTS:
-            if variant != "by shape":
-                yield Case("flush_hca", f"{shape}, {variant}", hca_bytes(spans), layers.hca(variant), 4)
 
 
 def gather_cases(device: torch.device) -> Iterator[Case]:

@@ -30,10 +30,6 @@ from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.meta import StepMeta
 
-# How the HCA kernel reads blocks that lie in the step: into registers, or by bulk copies through shared memory, the
-# tokens' rows asked into L2 before the metadata are known or not. Bulk copies exist on compute capability 9 and 10.
-HCA_VARIANTS = {"by shape": -1, "registers": 0, "bulk": 1, "bulk without prefetch": 2}
-
 
 @dataclass
 class CompressorParams:
@@ -258,12 +254,11 @@ def flush_hca_cuda(
     meta: StepMeta,
     *,
     codec: RowCodec,
-    variant: str = "by shape",
 ) -> None:
     """CUDA face of `flush_hca`: one launch, FP8 rows, `kv_score` float32 or bfloat16.
 
-    A block that starts past the rope table is not stored. `variant` (HCA_VARIANTS) says how whole blocks are read; the
-    bytes written are the same. Raises ValueError for an argument that the kernel cannot take.
+    A block that starts past the rope table is not stored. Raises ValueError for an argument that the kernel
+    cannot take.
     """
     check = Check("flush_hca")
     check.codec("codec", codec, (MAIN_FP8,))
@@ -272,7 +267,4 @@ def flush_hca_cuda(
     check.tensor("tail", tail, torch.float32, (None, HCA_RATIO, STATE_PARTS, HEAD_DIM), strided=1, align=16)
     check.pool("entries", entries, MAIN_FP8)
     weights = _check_compressor(check, "params", params, HCA_RATIO, HEAD_DIM, 1)
-    if variant not in HCA_VARIANTS:
-        raise ValueError(f"flush_hca: variant is {variant!r}, must be one of {', '.join(HCA_VARIANTS)}")
-    launch = jit.function("flush_hca", "flush_hca", check.cuda())
-    launch(kv_score, *weights, tail, entries, HCA_VARIANTS[variant], *fields)
+    jit.function("flush_hca", "flush_hca", check.cuda())(kv_score, *weights, tail, entries, *fields)

@@ -25,7 +25,7 @@ from kernel_steps import (
 
 from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import INDEX_FP4, INDEX_FP8, MAIN_FP8, RowLayout
-from sglang_dsv4.ops.flush import HCA_VARIANTS, flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
+from sglang_dsv4.ops.flush import flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
 
 CODEC = main_codec(MAIN_FP8)
 LAYOUTS = {"mxfp4 keys": INDEX_FP4, "fp8 keys": INDEX_FP8}
@@ -130,29 +130,6 @@ def test_flush_hca_agrees_with_the_reference(device, name, dtype):
     guard.check()
     assert same_bytes(got.tail, want.tail)
     assert_rows_close(CODEC, got.entries, want.entries)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", HCA_PLANS)
-def test_flush_hca_writes_the_same_bytes_however_it_reads_blocks(device, name, dtype):
-    """Whatever the shape of the step: registers and bulk copies through shared memory, with and without prefetch."""
-    plan = HCA_PLANS[name]
-    meta, numbers = make_step(plan, device)
-    seen = []
-    for variant in HCA_VARIANTS:
-        guard = Guarded(device)
-        buffers = hca_buffers(meta, numbers, guard, seed=plan.seed)
-        buffers.kv_score = buffers.kv_score.to(dtype)
-        flush_hca_cuda(*buffers.arguments(), meta, codec=CODEC, variant=variant)
-        guard.check()
-        seen.append([v.clone() for v in buffers.written().values()])
-    assert all(same_bytes(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
-
-
-def test_flush_hca_takes_no_unknown_variant(device):
-    meta, numbers = make_step(Plan([(0, 128)]), device)
-    with pytest.raises(ValueError, match=r"variant is 'fastest', must be one of by shape"):
-        flush_hca_cuda(*hca_buffers(meta, numbers, Guarded(device)).arguments(), meta, codec=CODEC, variant="fastest")
 
 
 @pytest.mark.parametrize(
