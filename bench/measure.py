@@ -9,14 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-NEVER, BELOW, PAGE, SNAPSHOT, NO_SNAPSHOT = (
-    "never cached",
-    "below one page",
-    "page evicted",
-    "snapshot evicted",
-    "no snapshot near the divergence",
-)
-HIDDEN = "evicted or no snapshot"  # over HTTP the two look alike
+from sglang_dsv4.cache.causes import NO_SNAPSHOT, PAGE, SNAPSHOT, page_misses
+
+NEVER, BELOW = "never cached", "below one page"
+HIDDEN = "evicted or no snapshot"  # from a server that does not say which
 CAUSES = (NEVER, BELOW, PAGE, SNAPSHOT, NO_SNAPSHOT, HIDDEN)
 
 
@@ -24,8 +20,9 @@ CAUSES = (NEVER, BELOW, PAGE, SNAPSHOT, NO_SNAPSHOT, HIDDEN)
 class Row:
     """One request, in tokens.
 
-    ideal   longest prefix that any earlier prompt or answer began with, short of the last token
-    missed  tokens by cause; they add up to prompt - cached
+    ideal     longest prefix that any earlier prompt or answer began with, short of the last token
+    missed    tokens by cause; they add up to prompt - cached
+    standing  of the missed tokens those whose pages stood when the request came; 0 where nobody can tell
     """
 
     session: str
@@ -34,6 +31,7 @@ class Row:
     cached: int
     ideal: int
     missed: dict[str, int] = field(default_factory=dict)
+    standing: int = 0
 
 
 def misses(*, prompt: int, cached: int, ideal: int, page: int, pages_hit: int, best_snapshot: int) -> dict[str, int]:
@@ -44,14 +42,10 @@ def misses(*, prompt: int, cached: int, ideal: int, page: int, pages_hit: int, b
     best_snapshot  deepest snapshot that ever stood on the shared pages
     """
     reusable = ideal // page * page
-    deepest = max(cached, min(best_snapshot, reusable))
-    standing = max(cached, min(pages_hit, deepest))
     found = {
         NEVER: prompt - max(ideal, cached),
         BELOW: max(0, ideal - max(reusable, cached)),
-        PAGE: deepest - standing,
-        SNAPSHOT: standing - cached,
-        NO_SNAPSHOT: max(0, reusable - deepest),
+        **page_misses(cached=cached, reusable=reusable, pages_hit=pages_hit, best_snapshot=best_snapshot),
     }
     return {cause: tokens for cause, tokens in found.items() if tokens}
 

@@ -1,6 +1,8 @@
 """Replays a workload against any running SGLang server over HTTP and reports what its cache gave.
 
     python bench/replay.py PRESET|TRACE --url http://HOST:PORT [--users N | --speed X] [--scale X] [--out FILE]
+    python bench/replay.py PRESET|TRACE --url http://HOST:PORT --ids cold.json       # of a server without cache
+    python bench/replay.py PRESET|TRACE --url http://HOST:PORT --against cold.json   # fails where an answer differs
 
 Prompts are token ids; answers are forced to the recorded length. A session's requests wait for each other. With
 `--users N` each of N users sends the next request as soon as it is answered; with `--speed X` requests are sent when
@@ -25,8 +27,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+import answers  # noqa: E402
 import workloads  # noqa: E402
-from measure import HIDDEN, NO_SNAPSHOT, Row, misses, percentiles, summary, write  # noqa: E402
+from answers import Recording  # noqa: E402
+from measure import CAUSES, HIDDEN, NO_SNAPSHOT, PAGE, SNAPSHOT, Row, misses, percentiles, summary, write  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource, Workload  # noqa: E402
 
@@ -34,6 +38,10 @@ from sglang_dsv4.console import Progress, table  # noqa: E402
 from sglang_dsv4.serving import Answer, Client, ServerError  # noqa: E402
 
 ROLE_TOKENS = {USER: "<｜User｜>", ASSISTANT: "<｜Assistant｜>"}
+MISSED = "sglang_dsv4:missed_tokens_total"
+_METRIC = r"^([\w:]+)(\{[^}]*\})? ([-+.\deE]+)$"
+_CAUSE = r'cause="([^"]*)"'
+SETTLED_S = 0.5  # until a server has counted its last request
 GAUGES = {"peak_pages": "sglang_dsv4:pages_in_use", "peak_snapshots": "sglang_dsv4:snapshots_in_use"}
 
 
@@ -71,7 +79,12 @@ class _Sent:
 
 @dataclass
 class Replay:
-    """One run. `run()` once; then `sent` holds the requests in the order in which they began."""
+    """One run. `run()` once; then `sent` holds the requests in the order in which they began.
+
+    logprobs  ask for them
+    script    answers with which conversations go on, whatever the server says: its prompts are those of the run that
+              was recorded, so one differing answer is one difference
+    """
 
     client: Client
     workload: Workload
@@ -79,6 +92,8 @@ class Replay:
     page: int
     users: int = 1
     speed: float | None = None
+    logprobs: bool = False
+    script: Recording | None = None
     sent: list[_Sent] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -109,7 +124,7 @@ class Replay:
     def _user(self) -> None:
         while (sent := self._take()) is not None:
             try:
-                sent.answer = self.client.generate(sent.prompt.tolist(), sent.request.answer, logprobs=False)
+                sent.answer = self.client.generate(sent.prompt.tolist(), sent.request.answer, logprobs=self.logprobs)
             except ServerError as error:
                 with self._change:
                     self._failed = self._failed or error
@@ -142,8 +157,9 @@ class Replay:
 
     def _done(self, sent: _Sent) -> None:
         assert sent.answer is not None
+        said = sent.answer if self.script is None else self.script.answers[_key(sent.request)]
         with self._change:
-            self._talk.answered(sent.request, sent.prompt, list(sent.answer.output_ids))
+            self._talk.answered(sent.request, sent.prompt, list(said.output_ids))
             self._index.add(np.concatenate([sent.prompt, np.asarray(sent.answer.output_ids, dtype=np.int64)]))
             self._busy.discard(sent.request.session)
             self._bar.step(sent.request.session)
@@ -164,7 +180,7 @@ class Replay:
         for sent in self.sent:
             assert sent.answer is not None
             prompt, cached = len(sent.prompt), sent.answer.cached_tokens
-            # Neither pages nor snapshots can be seen from here, so what they cost is one cause.
+            # Neither pages nor snapshots can be seen from here, so what they cost is one cause: see `told_apart`.
             found = misses(prompt=prompt, cached=cached, ideal=sent.ideal, page=self.page, pages_hit=0, best_snapshot=0)
             if NO_SNAPSHOT in found:
                 found[HIDDEN] = found.pop(NO_SNAPSHOT)
@@ -189,16 +205,41 @@ class Replay:
         }
 
 
+def _key(request: Request) -> answers.Key:
+    return request.session, request.turn
+
+
 def gauges(url: str) -> dict[str, float]:
     """The server's metrics without labels, by name; empty where it has none."""
+    return {name: float(value) for name, _, value in re.findall(_METRIC, _metrics(url), re.M)}
+
+
+def missed_by_cause(url: str) -> dict[str, int]:
+    """Tokens missed since the server began, by cause; empty where it does not count them. All ranks count alike."""
+    found = [(labels, value) for name, labels, value in re.findall(_METRIC, _metrics(url), re.M) if name == MISSED]
+    causes = [(cause[1], int(float(value))) for labels, value in found if (cause := re.search(_CAUSE, labels))]
+    return {cause: max(n for other, n in causes if other == cause) for cause, _ in causes}
+
+
+def _metrics(url: str) -> str:
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{url}/metrics", timeout=5) as response:
-            text = response.read().decode(errors="replace")
+            text: str = response.read().decode(errors="replace")
     except OSError:
-        return {}
-    found = re.findall(r"^([\w:]+)(?:\{[^}]*\})? ([-+.\deE]+)$", text, re.M)
-    return {name: float(value) for name, value in found}
+        return ""
+    return text
+
+
+def told_apart(missed: dict[str, int], by_server: dict[str, int]) -> dict[str, int]:
+    """Missed tokens with what is one cause from here divided as the server counted it.
+
+    Left as it is where the two do not add up to the same: others used the server, or it had forgotten what was seen.
+    """
+    known = {cause: by_server.get(cause, 0) for cause in (PAGE, SNAPSHOT, NO_SNAPSHOT)}
+    if not missed.get(HIDDEN) or sum(known.values()) != missed[HIDDEN]:
+        return missed
+    return {cause: n for cause in CAUSES if (n := {**missed, HIDDEN: 0, **known}.get(cause, 0))}
 
 
 def replay(
@@ -210,16 +251,42 @@ def replay(
     source: TokenSource,
     system: str,
     flush: bool = True,
+    keep: Recording | None = None,
+    against: Recording | None = None,
+    tolerance: float = 0.0,
 ) -> dict[str, Any]:
-    """The report of one run, as written to JSON. Raises ServerError."""
+    """The report of one run, as written to JSON. Raises ServerError.
+
+    keep     gets the answers, with logprobs
+    against  answers to compare with, request by request
+    """
+    if against is not None:
+        answers.covers(against, workload.name, [_key(request) for request in workload.requests])
     info = client.info()
     longest = max(n + r.answer for n, r in zip(workload.lengths(), workload.requests, strict=True))
     if longest > info.max_prompt:
         raise ServerError(f"a request has {longest} tokens but {client.url} takes {info.max_prompt}; use --scale")
     if flush:
         client.flush()
-    run = Replay(client, workload, source, info.page_size, users, speed)
+    wanted = keep is not None or against is not None
+    run = Replay(client, workload, source, info.page_size, users, speed, wanted, against)
+    before = missed_by_cause(client.url)
     run.run()
+    if missed_by_cause(client.url):
+        time.sleep(SETTLED_S)
+    by_server = {cause: n - before.get(cause, 0) for cause, n in missed_by_cause(client.url).items()}
+    result = summary(run.rows(), info.page_size)
+    result["missed_tokens"] = told_apart(result["missed_tokens"], by_server)
+    if by_server:
+        result["missed_tokens_by_server"] = by_server
+    got = Recording(workload.name) if keep is None else keep
+    for sent in run.sent:
+        assert sent.answer is not None
+        got.add(_key(sent.request), sent.prompt, sent.answer)
+    compared = {}
+    if against is not None:
+        lines, worst = answers.differences(got, against, tolerance)
+        compared = {"compared": len(got.answers), "largest_logprob_difference": worst, "different": lines}
     return {
         "system": system,
         "workload": workload.name,
@@ -227,10 +294,11 @@ def replay(
         "server": {"version": info.version, "device": info.device, "page": info.page_size},
         "users": users if speed is None else None,
         "speed": speed,
-        **summary(run.rows(), info.page_size),
+        **result,
         **run.times(),
         **{name: run.peaks.get(name) for name in GAUGES},
         "seconds": round(run.seconds, 2),
+        **compared,
     }
 
 
@@ -248,11 +316,16 @@ def main() -> None:
     parser.add_argument("--system", default="ours", help="name of the system in reports")
     parser.add_argument("--keep-cache", action="store_true", help="do not flush the server's cache first")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("--ids", type=Path, help="JSON file for every answer's token ids and logprobs")
+    parser.add_argument("--against", type=Path, help="such a file: compare each answer with the one in it")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="of logprobs, for --against (0: to the bit)")
     args = parser.parse_args()
     try:
         low, _, high = (args.token_ids or "").partition(":")
         id_range = (int(low), int(high)) if args.token_ids else None
         built = workloads.build(args.workload, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
+        against = Recording.load(args.against) if args.against else None
+        kept = Recording(built.name) if args.ids else None
         client = Client(args.url)
         result = replay(
             client,
@@ -262,13 +335,20 @@ def main() -> None:
             source=tokens_of(client, id_range),
             system=args.system,
             flush=not args.keep_cache,
+            keep=kept,
+            against=against,
+            tolerance=args.tolerance,
         )
+        if kept is not None:
+            kept.save(args.ids)
     except (OSError, ValueError, ServerError) as error:
         sys.exit(f"replay: {error}")
     shown = [(key, value) for key, value in result.items() if not isinstance(value, list)]
     print(table(("figure", "value"), shown, left=2))
     if args.out:
         write(args.out, {"runs": [result]})
+    if different := result.get("different"):
+        sys.exit("\n".join([f"replay: {len(different)} of {result['compared']} answers differ", *different]))
 
 
 if __name__ == "__main__":

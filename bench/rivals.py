@@ -27,12 +27,13 @@ IN_TREE_FULL, IN_TREE_WINDOW, IN_TREE_ROW = 3899.25, 31875.0, 10_485_760
 
 @dataclass(frozen=True)
 class GpuLaunch(Launch):
-    """A server on a CUDA device, without tokenizer.
+    """A server on a CUDA device, without tokenizer if it is not asked for.
 
     max_batch   largest captured decode batch
     mem_share   --mem-fraction-static: only has to leave room, the pools' sizes are always given
     moe         --moe-runner-backend
     graphs      False runs decode steps eagerly, which starts faster
+    tokenizer   the checkpoint's own
     """
 
     device: str = "cuda"
@@ -40,13 +41,15 @@ class GpuLaunch(Launch):
     mem_share: float = 0.6
     moe: str = "triton"
     graphs: bool = True
+    tokenizer: bool = False
     chunked_prefill_size: int = 8192
     max_running_requests: int = 64
 
     def command(self, port: int) -> list[str]:
         return [
             *super().command(port),
-            *("--skip-tokenizer-init", "--grammar-backend", "none", "--moe-runner-backend", self.moe),
+            *(() if self.tokenizer else ("--skip-tokenizer-init",)),
+            *("--grammar-backend", "none", "--moe-runner-backend", self.moe),
             *("--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
             *self._graph_flags(),
             *("--mem-fraction-static", str(self.mem_share)),

@@ -141,7 +141,8 @@ class Simulation:
             best_snapshot=one.best_snapshot,
         )
         request = one.request
-        self.rows.append(Row(request.session, request.turn, len(one.prompt), one.run.cached, one.ideal, missed))
+        cached, standing = one.run.cached, max(0, one.run.pages_hit - one.run.cached)
+        self.rows.append(Row(request.session, request.turn, len(one.prompt), cached, one.ideal, missed, standing))
 
 
 def limits_for(

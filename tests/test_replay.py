@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import report
+from answers import Recording
 from fake_server import FakeServer
 from measure import percentiles
 from replay import ServerTokens, replay, tokens_of
@@ -63,6 +64,53 @@ def test_a_server_without_reuse_is_told_from_one_that_forgets(workload):
 def test_a_failing_server_ends_the_replay_with_its_error(workload):
     with FakeServer("no cache report") as server, pytest.raises(ServerError, match="cached tokens"):
         run(workload, server, users=3)
+
+
+def test_answers_are_compared_one_by_one_with_those_of_another_server(workload, tmp_path):
+    kept = Recording(workload.name)
+    with FakeServer("nothing is cached") as server:
+        run(workload, server, keep=kept)
+    kept.save(tmp_path / "cold.json")
+    cold = Recording.load(tmp_path / "cold.json")
+    assert cold.answers.keys() == {(r.session, r.turn) for r in workload.requests} and cold.prompts == kept.prompts
+    with FakeServer() as server:
+        result = run(workload, server, against=cold, users=4)
+    assert result["compared"] == 24 and result["different"] == [] and result["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("what", ["tokens", "logprobs"])
+def test_every_answer_that_differs_is_named_and_no_other(workload, what):
+    """Conversations go on with the recorded answers: one other answer does not make all that follow differ."""
+    cold, warm = Recording(workload.name), Recording(workload.name)
+    with FakeServer("nothing is cached") as server:
+        run(workload, server, keep=cold)
+    with FakeServer(f"other {what} after a hit") as server:
+        result = run(workload, server, against=cold, keep=warm)
+    hit = [f"{s}, turn {t}" for (s, t), answer in warm.answers.items() if answer.cached_tokens]
+    assert 0 < len(hit) < 24 and [line.split(" (")[0] for line in result["different"]] == hit
+
+
+def test_answers_of_another_workload_are_refused_before_anything_is_sent(workload):
+    with FakeServer() as server, pytest.raises(ValueError, match="replay the same workload"):
+        run(workload, server, against=Recording("short-chats"))
+    assert server.flushes == 0
+
+
+def test_the_command_fails_where_an_answer_differs(tmp_path):
+    def command(server, *more):
+        sent = [sys.executable, BENCH / "replay.py", "branching", "--scale", "0.1", "--limit", "12"]
+        return subprocess.run([*sent, "--url", server.url, *more], capture_output=True, text=True)
+
+    cold = tmp_path / "cold.json"
+    with FakeServer("nothing is cached") as server:
+        assert command(server, "--ids", cold).returncode == 0
+    with FakeServer() as server:
+        assert command(server, "--against", cold).returncode == 0
+    with FakeServer("other tokens after a hit") as server:
+        done = command(server, "--against", cold)
+    assert done.returncode == 1 and "answers differ" in done.stderr
+    bad = command(server, "--against", BENCH / "traces" / "README.md")
+    assert bad.returncode == 1 and "is not a file of answers" in bad.stderr
 
 
 def test_prompts_that_the_server_cannot_take_are_refused_before_anything_is_sent():

@@ -9,11 +9,12 @@ import bounds
 import numpy as np
 import pytest
 from engine import Engine, Limits
-from measure import misses
+from measure import misses, summary
 from prefixes import PrefixIndex
 from simulate import Simulation, flash, limits_for, oracle_tokens
 from workloads import PRESETS, Conversations, Piece, Request, TokenSource, Workload, build
 
+from sglang_dsv4.cache.causes import NEW
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.superseded import paths_of
 
@@ -216,6 +217,19 @@ def test_nodes_that_are_gone_are_passed_over():
     for number, request in enumerate(requests[6:]):
         serve(request, number)
     assert engine.snapshots > 0
+
+
+@pytest.mark.parametrize("name", [*REUSE, "no-reuse"])
+def test_the_cache_itself_knows_why_tokens_were_missed(name):
+    """What a server shows in /metrics equals what is computed from all text that was ever seen."""
+    workload = build(name, limit=90)
+    before = counters.missed_tokens.copy()
+    rows = run(workload, limits_for(workload, "third", flash(), users=1, chunk=8192, share=0.1)).rows
+    counted = {cause: counters.missed_tokens[cause] - before[cause] for cause in counters.missed_tokens}
+    missed = summary(rows, PAGE)["missed_tokens"]
+    new = missed.pop("never cached", 0) + missed.pop("below one page", 0)
+    assert {cause: n for cause, n in counted.items() if n} == {NEW: new, **missed}
+    assert name == "no-reuse" or missed
 
 
 def test_ends_of_answers_are_left_out_only_while_slots_are_scarce():

@@ -18,6 +18,7 @@ class Counters:
     superseded          snapshots dropped because their conversation had gone on
     snapshots_evicted   snapshots dropped with the leaf that was worth least
     pages_evicted       pages dropped for that reason
+    missed_tokens       tokens of prompts that were not found, by cause (`causes.py`)
     hits, hit_tokens    requests that resumed, and what they found, by the kind of place; "nowhere" found nothing
     """
 
@@ -31,6 +32,7 @@ class Counters:
     pages_evicted: int = 0
     hits: Counter[str] = field(default_factory=Counter)
     hit_tokens: Counter[str] = field(default_factory=Counter)
+    missed_tokens: Counter[str] = field(default_factory=Counter)
 
     def numbers(self) -> dict[str, int]:
         """The counts that are single numbers, by name."""

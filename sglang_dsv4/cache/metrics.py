@@ -23,7 +23,11 @@ COUNTED = {
     "snapshots_evicted": ("snapshots_evicted", "Snapshots dropped with the leaf that was worth least."),
     "pages_evicted": ("pages_evicted", "Pages dropped with the leaf that was worth least."),
 }
-HITS = {"hits": ("hits", "Requests by where they resumed."), "hit_tokens": ("hit_tokens", "Tokens found there.")}
+LABELLED = {  # by the label `at` or `cause`
+    "hits": ("hits", "Requests by where they resumed.", "at"),
+    "hit_tokens": ("hit_tokens", "Tokens found there.", "at"),
+    "missed_tokens": ("missed_tokens", "Tokens of prompts that were not found, by cause.", "cause"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,14 @@ class Usage:
 def log_line(usage: Usage, counts: Counters) -> str:
     """One line with everything that `/metrics` has."""
     hits = ", ".join(f"{kind} {n} ({counts.hit_tokens[kind]} tokens)" for kind, n in sorted(counts.hits.items()))
+    missed = ", ".join(f"{cause} {n}" for cause, n in sorted(counts.missed_tokens.items()) if n)
     return (
         f"DeepSeek-V4 cache: {usage.pages_in_use}/{usage.pages_total} pages in use "
         f"({usage.page_bytes_in_use} bytes), {usage.snapshots_in_use} snapshots ({usage.snapshot_bytes_in_use} bytes) "
         f"and {usage.slots_free} free of {usage.slots_total} slots; snapshots published {counts.published}, "
         f"refused {counts.interior_refused}, duplicate {counts.duplicates}, skipped {counts.skipped}, "
         f"superseded {counts.superseded}, evicted {counts.snapshots_evicted}; pages evicted {counts.pages_evicted}; "
-        f"resumed at: {hits or 'nothing yet'}"
+        f"resumed at: {hits or 'nothing yet'}; missed tokens: {missed or 'none'}"
     )
 
 
@@ -83,7 +88,9 @@ class CacheMetrics:
             for name in Usage.__annotations__
         }
         self._counters = {key: Counter(PREFIX + name, text, names) for key, (name, text) in COUNTED.items()}
-        self._hits = {key: Counter(PREFIX + name, text, [*names, "at"]) for key, (name, text) in HITS.items()}
+        self._labelled = {
+            key: (Counter(PREFIX + name, text, [*names, label]), label) for key, (name, text, label) in LABELLED.items()
+        }
         self._seen: dict[tuple[str, str], int] = {}
 
     def update(self, usage: Usage, counts: Counters) -> None:
@@ -92,9 +99,9 @@ class CacheMetrics:
         numbers = counts.numbers()
         for key, counter in self._counters.items():
             counter.labels(**self._labels).inc(self._new(key, "", numbers[key]))
-        for key, counter in self._hits.items():
+        for key, (counter, label) in self._labelled.items():
             for kind, count in getattr(counts, key).items():
-                counter.labels(**self._labels, at=kind).inc(self._new(key, kind, count))
+                counter.labels(**self._labels, **{label: kind}).inc(self._new(key, kind, count))
 
     def _new(self, key: str, kind: str, count: int) -> int:
         before = self._seen.get((key, kind), 0)
@@ -103,19 +110,21 @@ class CacheMetrics:
 
 
 class Reporter:
-    """Called after every step's own report; says something new every half second to /metrics, rarely to the log."""
+    """Called after every step's own report. /metrics hears of every new request at once, of the rest every half
+    second; the log rarely."""
 
     def __init__(self, labels: Mapping[str, str] | None) -> None:
         """labels are SGLang's; None where metrics are off."""
         self._metrics = None if labels is None else CacheMetrics(labels)
         self._logged = time.monotonic()
-        self._updated = 0.0
+        self._updated, self._requests = 0.0, 0
 
     def report(self, tree: Any, *, logs: bool) -> None:
         """logs says whether this process writes to the log."""
         now = time.monotonic()
-        if self._metrics is not None and now - self._updated >= UPDATE_EVERY_S:
-            self._updated = now
+        requests = counters.hits.total()
+        if self._metrics is not None and (requests != self._requests or now - self._updated >= UPDATE_EVERY_S):
+            self._updated, self._requests = now, requests
             self._metrics.update(Usage.of(tree), counters)
         if logs and now - self._logged >= LOG_EVERY_S:
             self._logged = now

@@ -15,6 +15,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.cache.causes import LEAST_REMEMBERED, NEW, SeenPages, page_misses
 from sglang_dsv4.cache.habits import INNER
 from sglang_dsv4.cache.reuse import Arrival, Mark, ReuseModel, extend_chain
 
@@ -25,30 +26,49 @@ _GONE: tuple[TreePathNodeInfo, ...] = ()
 
 
 class EvictionOrder:
-    """The leaves of one tree."""
+    """The leaves of one tree. `room` is how many pages are known after they have gone."""
 
-    def __init__(self) -> None:
-        self.model = ReuseModel()
+    def __init__(self, room: int = LEAST_REMEMBERED) -> None:
+        self.model, self.seen = ReuseModel(), SeenPages(room)
         self._root: int | None = None  # node, which is another one after a flush
 
     def arrives(self, tree: Any, req: Any) -> None:
         """A request is prepared for the first time. A flush of the tree forgets what was learned, too."""
         root = tree.tree_core.root_node_handle()
         if root != self._root:
-            self.model, self._root = ReuseModel(), root
+            self.model, self._root, self.seen = ReuseModel(), root, SeenPages(self.seen.room)
         chain: array[int] = array("q")
         extend_chain(chain, _text(req.origin_input_ids), tree.page_size, _seed(req))
         req._dsv4_arrival = self.model.arrives(chain)
 
-    def stands(self, tree: Any, req: Any, kind: str) -> None:
+    def missed(self, tree: Any, req: Any) -> dict[str, int]:
+        """Tokens of the request's prompt that it did not find, by cause. To be asked once, after `arrives`."""
+        page, prompt, cached = tree.page_size, len(req.origin_input_ids), req.prefix_len
+        chain = req._dsv4_arrival.chain
+        known = self.seen.walk(chain, page, prompt - 1)
+        self.seen.passed(chain)
+        # SGLang reports pages beyond the snapshot as the place where the request branches off.
+        standing = req.mamba_branching_seqlen or cached
+        reusable = max(known.tokens, cached)
+        found = page_misses(cached=cached, reusable=reusable, pages_hit=standing, best_snapshot=known.snapshot)
+        return {NEW: prompt - reusable, **found}
+
+    def ended(self, tree: Any, req: Any) -> None:
+        """The request has its whole answer."""
+        if (arrival := getattr(req, "_dsv4_arrival", None)) is not None:
+            _extend_to_answer(arrival, req, tree.page_size)
+            self.seen.passed(arrival.chain)
+
+    def stands(self, tree: Any, req: Any, kind: str, *, snapshot: bool) -> None:
         """The request's text stands in the tree as far as its `last_node`, a place of that kind."""
         arrival: Arrival | None = getattr(req, "_dsv4_arrival", None)
         pages = req.kv.cache_protected_len // tree.page_size
         if arrival is None or tree.disable or not pages:
             return
         if pages > len(arrival.chain):
-            text = array("q", [*req.origin_input_ids, *req.output_ids])
-            extend_chain(arrival.chain, text, tree.page_size, _seed(req))
+            _extend_to_answer(arrival, req, tree.page_size)
+        if snapshot:
+            self.seen.snapshot(arrival.chain[pages - 1])
         span = _span(tree, _path(tree, req.last_node))
         self.model.stands(arrival, pages, kind, req.last_node, span)
 
@@ -97,6 +117,10 @@ class EvictionOrder:
 
 def _text(tokens: Any) -> array[int]:
     return tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
+
+
+def _extend_to_answer(arrival: Arrival, req: Any, page: int) -> None:
+    extend_chain(arrival.chain, array("q", [*req.origin_input_ids, *req.output_ids]), page, _seed(req))
 
 
 def _seed(req: Any) -> int:

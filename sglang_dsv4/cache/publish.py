@@ -83,7 +83,9 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
     finally:
         kind, paths.kind, paths.behind, paths.shared = paths.kind, None, None, ()
     counters.duplicates += max(0, offered - (counters.published - before))
-    paths.order.stands(tree, req, kind)
+    if req.finished():
+        paths.order.ended(tree, req)
+    paths.order.stands(tree, req, kind, snapshot=bool(offered))
     if kind == PROMPT:
         req._dsv4_prompt_end = req.last_node
 
@@ -111,7 +113,7 @@ def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any,
             with pool.interior.publish(snapshot.slot):
                 insert(tree, req, up_to=up_to, **kwargs)
             counters.interior_published += 1
-            paths.order.stands(tree, req, INNER)
+            paths.order.stands(tree, req, INNER, snapshot=True)
             if snapshot.shared:
                 req._dsv4_shared = paths.share(req.last_node, paths.shared)
     finally:
@@ -120,7 +122,7 @@ def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any,
 
 
 def _note_resume(tree: Any, req: Any) -> None:
-    """Count where the request resumed, once."""
+    """Count where the request resumed and what it missed, once."""
     if not getattr(req, "_dsv4_counted", False):
         req._dsv4_counted = True
         kind, paths = "nowhere", paths_of(tree)
@@ -130,6 +132,7 @@ def _note_resume(tree: Any, req: Any) -> None:
             req._dsv4_shared = paths.shared_above(req.last_node)
         counters.hits[kind] += 1
         counters.hit_tokens[kind] += req.prefix_len
+        counters.missed_tokens.update(paths.order.missed(tree, req))
 
 
 def _system_end(pool: Any, req: Any) -> int | None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dsv4.cache.causes import LEAST_REMEMBERED
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.habits import ANSWER, ResumeHabits
 from sglang_dsv4.cache.order import EvictionOrder
@@ -28,9 +29,10 @@ class SupersededPaths:
     the prompt's end is too, where conversations resume at answers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pages: int = 0) -> None:
+        """pages  of the pool"""
         self.habits = ResumeHabits()
-        self.order = EvictionOrder()
+        self.order = EvictionOrder(max(2 * pages, LEAST_REMEMBERED))
         self.kind: str | None = None  # of the snapshot that is being inserted
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
         self.shared: tuple[int, ...] = ()  # nodes above it that other conversations are expected to resume at
@@ -127,7 +129,7 @@ def paths_of(tree: Any) -> SupersededPaths:
     """The tree's own record."""
     paths: SupersededPaths | None = getattr(tree, "_dsv4_paths", None)
     if paths is None:
-        paths = tree._dsv4_paths = SupersededPaths()
+        paths = tree._dsv4_paths = SupersededPaths(tree.token_to_kv_pool_allocator.size // tree.page_size)
     return paths
 
 

@@ -1,0 +1,246 @@
+"""Ours and SGLang's in-tree DeepSeek-V4 on one GPU at equal KV bytes: what each finds of a workload and how fast.
+
+    python bench/compare.py CUT_MODEL --config configs/v4_flash.json --dummy --out compare.json
+    python bench/compare.py CUT_MODEL --config configs/v4_flash.json --dummy --out compare.json --resume
+
+All servers stand on the GPU at the same time; one of them works at a time. Each preset is replayed closed loop against
+each server (`bench/replay.py`), in-tree once for each window ratio. KV bytes are counted alike for all, at the depth of
+--config: a model of cut depth gets the pools that the bytes hold at full depth. Rows are saved as they come, as
+FILE and as a Markdown page beside it; --resume measures only those that FILE lacks.
+
+Servers run without tokenizer unless --tokenizer is given. Ours then knows no role tokens, and so not where a system
+prompt ends: the third request that shares one finds it instead of the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import report  # noqa: E402
+import workloads  # noqa: E402
+from replay import replay, tokens_of  # noqa: E402
+from rivals import (  # noqa: E402
+    GpuLaunch,
+    Pools,
+    card,
+    geometry,
+    in_tree_bytes,
+    in_tree_tokens,
+    pools_for,
+    together,
+    vocabulary_of,
+)
+
+from sglang_dsv4.serving import Client, Launch, Server, ServerError  # noqa: E402
+
+PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")
+DEFAULT_RATIO = 0.1  # SGLang's own for this model
+OTHER_RATIOS = (0.05, 0.2)
+OURS = "ours"
+
+
+def ours(model: Path, pools: Pools, options: argparse.Namespace) -> Launch:
+    return GpuLaunch(
+        model,
+        max_total_tokens=pools.tokens,
+        max_mamba_cache_size=pools.slots,
+        max_running_requests=options.users,
+        max_batch=options.users,
+        mem_share=options.mem_share,
+        tokenizer=options.tokenizer,
+        extra_args=("--load-format", "dummy") if options.dummy else (),
+    )
+
+
+def theirs(model: Path, tokens: int, ratio: float, options: argparse.Namespace) -> Launch:
+    launch = ours(model, Pools(tokens, 0, 0), options)
+    extra = (*launch.extra_args, "--swa-full-tokens-ratio", str(ratio))
+    return replace(launch, plugin=False, extra_args=extra)
+
+
+def contestants(options: argparse.Namespace) -> tuple[dict[str, Launch], dict[str, dict[str, Any]]]:
+    """How to start each system, and what its rows say of its memory."""
+    budget = in_tree_bytes(options.tokens, DEFAULT_RATIO, options.users)
+    g = geometry(options.config or options.model, os.environ.get("SGLANG_DSV4_INDEXER", "fp4"))
+    pools = pools_for(g, budget, options.users)
+    launches = {OURS: ours(options.model, pools, options)}
+    memory: dict[str, dict[str, Any]] = {
+        OURS: {"kv_bytes": pools.bytes, "pools": {"tokens": pools.tokens, "slots": pools.slots}}
+    }
+    for ratio in dict.fromkeys((DEFAULT_RATIO, *options.ratios)):
+        tokens = in_tree_tokens(budget, ratio, options.users)
+        name = f"in-tree, ratio {ratio}{' (default)' if ratio == DEFAULT_RATIO else ''}"
+        launches[name] = theirs(options.model, tokens, ratio, options)
+        pool = {"tokens": tokens, "window_tokens": int(tokens * ratio)}
+        memory[name] = {"kv_bytes": in_tree_bytes(tokens, ratio, options.users), "pools": pool, "ratio": ratio}
+    return launches, memory
+
+
+class Bench:
+    """Replays presets against servers; keeps a row for each pair."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.ids = (min(1000, vocabulary_of(options.model) // 2), vocabulary_of(options.model))
+        self.rows: list[dict[str, Any]] = []
+        self.starts: dict[str, float] = {}
+        self.setting = {name: getattr(options, name) for name in ("users", "tokens", "scale", "chats", "limit")}
+        if options.resume and options.out.exists():
+            kept = json.loads(options.out.read_text())
+            if kept.get("setting") != self.setting:
+                raise ValueError(f"{options.out} was measured with {kept.get('setting')}, not with {self.setting}")
+            self.rows = [row for row in kept["runs"] if "stopped" not in row]
+
+    def run(self) -> None:
+        """Raises ServerError where a server does not start or has died."""
+        launches, memory = contestants(self.options)
+        built = [self.workload(name) for name in self.options.presets]
+        missing = [(w, name) for w in built for name in launches if not self.has(w.name, name)]
+        needed = {name: launch for name, launch in launches.items() if any(name == other for _, other in missing)}
+        if not needed:
+            return
+        with together(needed, self.options.logs, self.starts) as servers:
+            for server in servers.values():
+                self.warm_up(server.client)
+            for workload, name in missing:
+                self.rows.append({**self.row(workload, name, servers[name]), **memory[name]})
+                self.save()
+                print(line(self.rows[-1]), flush=True)
+
+    def has(self, preset: str, system: str) -> bool:
+        return any(row["workload"] == preset and row["system"] == system for row in self.rows)
+
+    def workload(self, name: str) -> workloads.Workload:
+        options = self.options
+        return workloads.build(name, scale=options.scale, path=options.path, chats=options.chats, limit=options.limit)
+
+    def warm_up(self, client: Client) -> None:
+        """Kernels for prompts and every batch size are compiled before times are taken."""
+        few = workloads.build("short-chats", scale=self.options.scale, chats=self.options.users)
+        few = replace(few, name="warm-up", requests=few.requests[: 2 * self.options.users])
+        self.replay(client, few, "warm-up")
+
+    def replay(self, client: Client, workload: workloads.Workload, system: str) -> dict[str, Any]:
+        source = tokens_of(client, self.ids)
+        return replay(client, workload, users=self.options.users, speed=None, source=source, system=system)
+
+    def row(self, workload: workloads.Workload, name: str, server: Server) -> dict[str, Any]:
+        """A preset that a server cannot take is a row that says so; a server that died ends the run."""
+        try:
+            result = self.replay(server.client, workload, name)
+        except ServerError as error:
+            if server.process.poll() is not None:
+                raise ServerError(f"{name} died during {workload.name}: {server.last_words()}") from None
+            return {"workload": workload.name, "system": name, "stopped": str(error)}
+        return {key: value for key, value in result.items() if key != "url"}
+
+    def save(self) -> None:
+        options = self.options
+        if not options.out:
+            return
+        result = {
+            "card": card(),
+            "commit": options.commit,
+            "command": " ".join(["python", "bench/compare.py", *sys.argv[1:]]),
+            "setting": self.setting,
+            "start_s": self.starts,
+            "runs": self.rows,
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(page(self.rows))
+
+
+def best(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of each preset ours, in-tree at its default, and in-tree at the other ratio that found most."""
+    chosen: list[Mapping[str, Any]] = []
+    for preset in dict.fromkeys(row["workload"] for row in rows):
+        of_preset = [row for row in rows if row["workload"] == preset and "stopped" not in row]
+        chosen += [row for row in of_preset if row.get("ratio") in (None, DEFAULT_RATIO)]
+        others = [row for row in of_preset if row.get("ratio") not in (None, DEFAULT_RATIO)]
+        chosen += sorted(others, key=lambda row: row["cached_tokens"])[-1:]
+    return chosen
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Ours beside in-tree's default and best, then everything as `report.py` shows it."""
+    head = (
+        "preset",
+        "system",
+        "KV bytes",
+        "cached",
+        "of prompt",
+        "first token p50, p95 ms",
+        "between tokens p50, p95 ms",
+    )
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    for row in best(rows):
+        times = [f"{row[key].get(p, 0) * 1e3:.1f}" for key in ("ttft_s", "inter_token_s") for p in ("p50", "p95")]
+        cells = (row["workload"], row["system"], f"{row['kv_bytes']:,}", f"{row['cached_tokens']:,}", row["hit_rate"])
+        lines.append(" | ".join([*map(str, cells), ", ".join(times[:2]), ", ".join(times[2:])]))
+    short = "\n".join(f"| {line} |" for line in lines)
+    stopped = [f"* {r['workload']}, {r['system']}: {r['stopped']}" for r in rows if "stopped" in r]
+    done = [dict(row) for row in rows if "stopped" not in row]
+    return "\n\n".join(["# Equal KV bytes", short, *stopped, report.markdown(done, [])])
+
+
+def line(row: Mapping[str, Any]) -> str:
+    told = f"{row['workload']}, {row['system']}: "
+    if "stopped" in row:
+        return told + row["stopped"]
+    first, between = row["ttft_s"], row["inter_token_s"]
+    return told + (
+        f"{row['cached_tokens']} of {row['prompt_tokens']} cached, "
+        f"first token {first.get('p50')} and {first.get('p95')} s, "
+        f"between tokens {between.get('p50')} and {between.get('p95')} s, {row['answer_tokens_per_s']} answer tokens/s"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="checkpoint folder, or with --dummy one with a config.json alone")
+    parser.add_argument("--config", type=Path, help="config.json whose bytes are counted (the model's)")
+    parser.add_argument("--dummy", action="store_true", help="random weights over config.json alone")
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(workloads.PRESETS))
+    parser.add_argument("--users", type=int, default=16, help="requests in flight, and most that run (16)")
+    parser.add_argument("--tokens", type=int, default=300_000, help="of the in-tree pool whose bytes all get (300,000)")
+    parser.add_argument("--ratios", type=float, nargs="*", default=list(OTHER_RATIOS), help="besides in-tree's default")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
+    parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
+    parser.add_argument("--limit", type=int, help="requests of each preset to take from the beginning")
+    parser.add_argument("--path", type=Path, help="recording for mooncake")
+    parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
+    parser.add_argument("--tokenizer", action="store_true", help="servers load the checkpoint's tokenizer")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the others")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "compare")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows; a Markdown page is written beside it")
+    options = parser.parse_args()
+    if options.resume and not options.out:
+        parser.error("--resume needs --out")
+    bench = None
+    try:
+        bench = Bench(options)
+        bench.run()
+    except (ServerError, ValueError, OSError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if bench is not None and bench.rows:
+            bench.save()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
