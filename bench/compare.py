@@ -126,9 +126,9 @@ class Bench:
         return workloads.build(name, scale=options.scale, path=options.path, chats=options.chats, limit=options.limit)
 
     def warm_up(self, client: Client) -> None:
-        """Kernels for prompts and every batch size are compiled before times are taken."""
-        few = workloads.build("short-chats", scale=self.options.scale, chats=self.options.users)
-        few = replace(few, name="warm-up", requests=few.requests[: 2 * self.options.users])
+        """Whatever is compiled at the first use is compiled before times are taken."""
+        few = workloads.build("short-chats", scale=self.options.scale, chats=2 * self.options.users)
+        few = replace(few, name="warm-up", requests=tuple(r for r in few.requests if r.turn == 0))
         self.replay(client, few, "warm-up")
 
     def replay(self, client: Client, workload: workloads.Workload, system: str) -> dict[str, Any]:
@@ -176,19 +176,23 @@ def best(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """Ours beside in-tree's default and best, then everything as `report.py` shows it."""
     head = (
-        "preset",
-        "system",
-        "KV bytes",
-        "cached",
-        "of prompt",
-        "first token p50, p95 ms",
-        "between tokens p50, p95 ms",
+        *(
+            "preset",
+            "system",
+            "KV bytes",
+            "cached",
+            "of prompt",
+            "first token p50, p95 ms",
+            "between tokens p50, p95 ms",
+        ),
+        *("prompt tokens/s", "answer tokens/s"),
     )
     lines = [" | ".join(head), " | ".join(["---"] * len(head))]
     for row in best(rows):
         times = [f"{row[key].get(p, 0) * 1e3:.1f}" for key in ("ttft_s", "inter_token_s") for p in ("p50", "p95")]
         cells = (row["workload"], row["system"], f"{row['kv_bytes']:,}", f"{row['cached_tokens']:,}", row["hit_rate"])
-        lines.append(" | ".join([*map(str, cells), ", ".join(times[:2]), ", ".join(times[2:])]))
+        rates = (row["prompt_tokens_per_s"], row["answer_tokens_per_s"])
+        lines.append(" | ".join(map(str, (*cells, ", ".join(times[:2]), ", ".join(times[2:]), *rates))))
     short = "\n".join(f"| {line} |" for line in lines)
     stopped = [f"* {r['workload']}, {r['system']}: {r['stopped']}" for r in rows if "stopped" in r]
     done = [dict(row) for row in rows if "stopped" not in row]

@@ -40,7 +40,7 @@ class Tree:
     def __init__(self, pool, evictable=()):
         self.req_to_token_pool, self.evictable = pool, list(evictable)
         self.inserted = []
-
+        self.token_to_kv_pool_allocator = SimpleNamespace(size=64 * self.page_size)
         self.tree_core = self
 
     def root_node_handle(self):
