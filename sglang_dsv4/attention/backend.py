@@ -81,8 +81,9 @@ class SlotAttentionBackend(AttentionBackend):
             self._captured[size] = Step(
                 rows.meta(), self.cache, self.ops, True, self.context_len, lanes=lanes, rows=rows
             )
-        self._step = self._captured[size]
-        self._fill(self._static.first(size), forward_batch)
+        self._step = step = self._captured[size]
+        assert step.rows is not None
+        self._fill(step.rows, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The snapshots of a captured step: recorded here, run by every replay ahead of the first layer."""
