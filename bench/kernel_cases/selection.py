@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,20 +152,21 @@ def _topk(topk: int, batch: int, name: str, device: torch.device, modules: dict[
             )
     if flashinfer is not None:
         # As SGLang calls it, any of several equal scores and in any order; then with ties as ours: to the lower id.
-        for label, tie_break in (("", 0), (", ties to the lower", 1)):
-            rivals[f"flashinfer.top_k_page_table_transform{label}"] = lambda i, ties=tie_break: (
-                flashinfer.top_k_page_table_transform(
-                    scores[i],
-                    meta.page_table,
-                    lens,
-                    topk,
-                    deterministic=bool(ties),
-                    tie_break=ties,
-                    dsa_graph_safe=True,
-                    page_size=per_page,
-                    out=out,
-                )
+        def by_flashinfer(i: int, ties: int) -> object:
+            return flashinfer.top_k_page_table_transform(
+                scores[i],
+                meta.page_table,
+                lens,
+                topk,
+                deterministic=bool(ties),
+                tie_break=ties,
+                dsa_graph_safe=True,
+                page_size=per_page,
+                out=out,
             )
+
+        for label, ties in (("", 0), (", ties to the lower", 1)):
+            rivals[f"flashinfer.top_k_page_table_transform{label}"] = functools.partial(by_flashinfer, ties=ties)
     shape = _topk_shape(topk, batch, name)
     print(f"index_topk {shape}", flush=True)
     rival, rival_run = fastest(rivals, sets, not_run)
