@@ -379,10 +379,10 @@ def test_a_leaf_that_is_offered_while_others_go_takes_its_turn():
     model = ReuseModel()
     for text in range(1, 60):
         serve(model, text, span=1 << 12)
-    last = model.end_of(59)
-    assert model.worst(by_span=True) is not last
-    model.offer(last, 1000, 1, chain(1))
-    assert model.worst(by_span=True) is last
+    first = model.end_of(1)
+    assert model.worst(by_span=True) is not first
+    model.offer(first, 1000, 1, chain(1))
+    assert model.worst(by_span=True) is first
 
 
 def test_the_best_rate_is_that_over_all_ages_to_give_up_at():
