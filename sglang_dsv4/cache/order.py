@@ -29,7 +29,6 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self.model = ReuseModel()
-        self._protected = -1  # tokens under locks when held leaves were tried last
 
     def clear(self) -> None:
         """Forget everything. What waiting requests bring along of it counts no more."""
@@ -66,10 +65,11 @@ class EvictionOrder:
 
         full, state = ComponentType.FULL, ComponentType.MAMBA
         started, gone = time.perf_counter(), dict.fromkeys(tree.tree_components, 0)
+        tried = False  # held leaves, of which one must be free by now
         while gone[full] < tokens or gone[state] < snapshots:
             mark = self.model.worst(by_span=gone[full] >= tokens)
-            if mark is None and self._protected != (protected := tree.full_protected_size()):
-                self._protected = protected
+            if mark is None and not tried and tree.full_evictable_size():
+                tried = True
                 self.model.try_held()
                 mark = self.model.worst(by_span=gone[full] >= tokens)
             if mark is None or mark.node is None or mark.chain is None:
