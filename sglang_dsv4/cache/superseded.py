@@ -31,6 +31,7 @@ class SupersededPaths:
     def __init__(self) -> None:
         self.habits = ResumeHabits()
         self.order = EvictionOrder()
+        self.root: int | None = None  # of the tree, another one after a flush
         self.kind: str | None = None  # of the snapshot that is being inserted
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
         self.shared: tuple[int, ...] = ()  # nodes above it that other conversations are expected to resume at
@@ -74,6 +75,7 @@ class SupersededPaths:
         self._prompts.clear()
         self._answers.clear()
         self.habits.clear()
+        self.order.clear()
 
     def trim(self, tree: Any, count: int) -> int:
         """Drop superseded snapshots until `count` are gone or none is left; returns how many went."""
@@ -124,10 +126,14 @@ def _trim_path(tree: Any, tail: int) -> int:
 
 
 def paths_of(tree: Any) -> SupersededPaths:
-    """The tree's own record."""
+    """The tree's own record, which a flush of the tree empties."""
     paths: SupersededPaths | None = getattr(tree, "_dsv4_paths", None)
+    root = tree.tree_core.root_node_handle()
     if paths is None:
         paths = tree._dsv4_paths = SupersededPaths()
+    elif root != paths.root:
+        paths.clear()
+    paths.root = root
     return paths
 
 
