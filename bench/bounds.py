@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ def reusable_pages(workload: Workload, page: int) -> list[int]:
     return found
 
 
-def memoryless(requests: Sequence[Request], reusable: Sequence[int], *, room: float, pause: float) -> float:
+def memoryless(requests: Sequence[Request], reusable: Sequence[int], *, room: float | Fraction, pause: float) -> float:
     """Pages that can be expected to be found in all; `room` pages."""
     following: dict[str, list[tuple[float, float, int]]] = {}  # of a session: last request, next one, pages it shares
     last: dict[str, float] = {}
@@ -55,7 +56,7 @@ def memoryless(requests: Sequence[Request], reusable: Sequence[int], *, room: fl
     return total
 
 
-def shuffled(groups: Sequence[str], *, pages: int, room: float) -> float:
+def shuffled(groups: Sequence[str], *, pages: int, room: float | Fraction) -> float:
     """Pages that can be expected to be found in all, for prompts of `pages` pages, one a group, in random order."""
     left, seen, total = Counter(groups), set[str](), 0.0
     for group in groups:

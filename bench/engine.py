@@ -224,7 +224,7 @@ def _publish_config(limits: Limits) -> None:
     args = ServerArgs(
         model_path="dummy", page_size=limits.page, device="cpu", mamba_max_states_per_path=DEFAULT_PER_PATH
     )
-    args._mamba_cache_chunk_size = limits.page  # type: ignore[attr-defined]
+    args._mamba_cache_chunk_size = limits.page
     set_global_server_args_for_scheduler(args)
 
 
@@ -260,7 +260,7 @@ def _build_tree(pool: Any, pages: Any, page: int) -> Any:
     from sglang_dsv4.cache import superseded
     from sglang_dsv4.cache.publish import checkpoint
 
-    class Tree(UnifiedRadixCache):  # type: ignore[misc]
+    class Tree(UnifiedRadixCache):
         """SGLang's tree, wrapped as the plugin wraps it, without touching the class that others use."""
 
         published: Callable[[int], None] | None = None

@@ -14,8 +14,6 @@
 // Equal intervals spread scores far better than leading float bits do. Where they do not (many equal scores, infinities)
 // a radix search over all 32 bits finds the k-th score instead.
 // Rows too long to keep are read again from the L2 cache in each pass. NaN ranks below every number.
-#include <algorithm>
-
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
 #include "dsv4/grid.cuh"
@@ -53,7 +51,6 @@ struct Params {
   bool physical;
   bool aligned;  // rows start at 16-byte addresses
   bool short_rows;
-  bool skip_short;  // another launch takes rows of at most kShort entries
 };
 
 // Order-preserving map of floats to integers and back; both zeros are one value.
@@ -498,9 +495,7 @@ __device__ __forceinline__ void select_short(const Params& p, Short& shared, int
 }
 
 __device__ __forceinline__ int visible_of(const Params& p, int token, int request) {
-  // Loaded whatever the request is: two loads side by side instead of one after the other.
-  const int entries = static_cast<int>(min((p.meta.positions[token] + 1) >> kCsaShift, static_cast<int64_t>(p.width)));
-  return request < 0 ? 0 : entries;
+  return request < 0 ? 0 : static_cast<int>(min((p.meta.positions[token] + 1) >> kCsaShift, static_cast<int64_t>(p.width)));
 }
 
 // Selects all of a row's entries.
@@ -513,7 +508,7 @@ __device__ __forceinline__ void select_all(const Params& p, int token, int reque
   }
 }
 
-// Rows of at most kShortRow entries; the others are not its business.
+// Rows of a buffer that is no wider than a short row.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) short_kernel(const __grid_constant__ Params p) {
   __shared__ __align__(16) Short shared;
@@ -524,7 +519,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) short_kernel(const 
   const int request = p.meta.request_of(token), visible = visible_of(p, token, request);
   if (visible <= p.topk) {
     select_all<kThreads>(p, token, request, visible);
-  } else if (visible <= kShortRow<kThreads>) {
+  } else {
     select_short<kThreads>(p, shared, token, request, visible, first);
   }
 }
@@ -748,16 +743,35 @@ __device__ __forceinline__ bool interval_select(const Part& row, Shared& shared,
   return true;
 }
 
-// Selects from a row of more than topk entries, which `parts` blocks share; `kept` and `map` hold a part of it.
 template <int kThreads, bool kKeep>
-__device__ __forceinline__ void select_long(const Params& p, Shared& shared, float* kept, unsigned* map, int token,
-                                            int request, int visible, int part, int parts) {
+__global__ void __launch_bounds__(kThreads, kThreads == 1024 ? 1 : 2)
+    topk_kernel(const __grid_constant__ Params p, const int cluster, const int kept_floats) {
   constexpr int kWarps = kThreads / 32;
+  __shared__ __align__(16) Shared shared;
+  extern __shared__ __align__(16) float kept[];
+  unsigned* const map = reinterpret_cast<unsigned*>(kept + kept_floats);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int token = blockIdx.x / cluster, part = blockIdx.x % cluster;
+  const float4 early =
+      part == 0 && p.short_rows ? early_scores(p, token, 4 * threadIdx.x) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int request = p.meta.request_of(token), visible = visible_of(p, token, request);
+  const int parts = visible > kAlone ? cluster : 1;
+  if (part >= parts) return;
   int32_t* const out = p.out + static_cast<int64_t>(token) * p.topk;
   const auto stored = [&](int id) {
     return p.physical ? static_cast<int>(p.meta.entry_row(request, id, kCsaShift)) : id;
   };
+  if (visible <= p.topk) {
+    select_all<kThreads>(p, token, request, visible);
+    return;
+  }
+  if (visible <= kShortRow<kThreads> && p.short_rows) {
+    select_short<kThreads>(p, reinterpret_cast<Short&>(shared), token, request, visible, early);
+    return;
+  }
+
   // Parts of whole steps keep every warp's loads aligned.
   const int share = steps_of((visible + parts - 1) / parts) * kStep;
   RowPart<kThreads, kKeep> row = {
@@ -793,110 +807,6 @@ __device__ __forceinline__ void select_long(const Params& p, Shared& shared, flo
   const int listed = shared.num_listed;
   for (int i = threadIdx.x; i < listed; i += kThreads) {
     if (before_part + i < p.topk) out[before_part + i] = stored(list[i]);
-  }
-}
-
-// One block or cluster a row.
-template <int kThreads, bool kKeep>
-__global__ void __launch_bounds__(kThreads, kThreads == 1024 ? 1 : 2)
-    topk_kernel(const __grid_constant__ Params p, const int cluster, const int kept_floats) {
-  __shared__ __align__(16) Shared shared;
-  extern __shared__ __align__(16) float kept[];
-  grid_dependency_launch();
-  grid_dependency_wait();
-  const int token = blockIdx.x / cluster, part = blockIdx.x % cluster;
-  const float4 early =
-      part == 0 && p.short_rows ? early_scores(p, token, 4 * threadIdx.x) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const int request = p.meta.request_of(token), visible = visible_of(p, token, request);
-  const int parts = visible > kAlone ? cluster : 1;
-  if (part >= parts || (p.skip_short && visible <= kShort)) return;
-  if (visible <= p.topk) {
-    select_all<kThreads>(p, token, request, visible);
-  } else if (visible <= kShortRow<kThreads> && p.short_rows) {
-    select_short<kThreads>(p, reinterpret_cast<Short&>(shared), token, request, visible, early);
-  } else {
-    unsigned* const map = reinterpret_cast<unsigned*>(kept + kept_floats);
-    select_long<kThreads, kKeep>(p, shared, kept, map, token, request, visible, part, parts);
-  }
-}
-
-// Rows of every length in one wave of clusters of kMaxCluster blocks: what a graph needs whose buffer is wider than most
-// of its rows. Short rows and those up to kAlone are dealt to the blocks, then longer ones to the clusters. Where the
-// longer ones outnumber the clusters, those of up to `most_alone` entries go to single blocks too.
-template <bool kKeep>
-__global__ void __launch_bounds__(1024, 1)
-    mixed_kernel(const __grid_constant__ Params p, const int kept_floats, const int most_alone) {
-  constexpr int kThreads = 1024;
-  __shared__ __align__(16) Shared shared;
-  __shared__ unsigned over_alone[32], over_most[32];
-  extern __shared__ __align__(16) float kept[];
-  unsigned* const map = reinterpret_cast<unsigned*>(kept + kept_floats);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  grid_dependency_launch();
-  grid_dependency_wait();
-  const int tokens = p.meta.num_tokens, stride = static_cast<int>(gridDim.x), clusters = stride / kMaxCluster;
-  const int cluster = blockIdx.x / kMaxCluster, part = blockIdx.x % kMaxCluster;
-  const int first = cluster + part * clusters;  // of the block's rows; they stand `stride` apart
-  // Every block knows all lengths: a row a thread.
-  int length = 0;
-  if (static_cast<int>(threadIdx.x) < tokens) length = visible_of(p, threadIdx.x, p.meta.request_of(threadIdx.x));
-
-  if (!p.skip_short) {
-    for (int token = first; token < tokens; token += stride) {
-      if (token != first) __syncthreads();
-      const float4 early = early_scores(p, token, 4 * threadIdx.x);
-      const int request = p.meta.request_of(token), visible = visible_of(p, token, request);
-      if (visible <= p.topk) {
-        select_all<kThreads>(p, token, request, visible);
-      } else if (visible <= kShort) {
-        select_short<kThreads>(p, reinterpret_cast<Short&>(shared), token, request, visible, early);
-      }
-    }
-  }
-  if (!__syncthreads_or(length > kShort)) return;
-
-  const unsigned warp_over = __ballot_sync(kFullMask, length > kAlone);
-  const unsigned warp_most = __ballot_sync(kFullMask, length > most_alone);
-  if (lane == 0) over_alone[warp] = warp_over, over_most[warp] = warp_most;
-  __syncthreads();
-  unsigned word = over_alone[lane];
-  const bool crowded = static_cast<int>(__reduce_add_sync(kFullMask, __popc(word))) > clusters;
-  if (crowded) word = over_most[lane];
-  const int alone = crowded ? most_alone : kAlone;
-  const int upto = inclusive_sum(__popc(word), lane);  // rows for clusters, 32 tokens a lane
-  const int num_shared = __shfl_sync(kFullMask, upto, 31);
-
-  int parts = 1, next = first, turn = cluster;
-#pragma unroll 1
-  while (true) {
-    int token = 0, request = 0, visible = 0;
-    if (parts == 1) {
-      for (; next < tokens; next += stride) {
-        request = p.meta.request_of(next), visible = visible_of(p, next, request);
-        if (visible > kShort && visible <= alone) break;
-      }
-      if (next < tokens) {
-        token = next;
-        next += stride;
-      } else if (cluster < num_shared) {
-        parts = kMaxCluster;
-        hopper::cluster_sync();  // all have begun and are through with rows of their own
-      } else {
-        break;
-      }
-    }
-    if (parts > 1) {
-      if (turn >= num_shared) break;
-      const int source = __ffs(__ballot_sync(kFullMask, upto > turn)) - 1;
-      unsigned bits = __shfl_sync(kFullMask, word, source);
-      const int skipped = turn - __shfl_sync(kFullMask, upto - __popc(word), source);
-      for (int i = 0; i < skipped; ++i) bits &= bits - 1;
-      token = 32 * source + __ffs(bits) - 1;
-      request = p.meta.request_of(token), visible = visible_of(p, token, request);
-      turn += clusters;
-    }
-    select_long<kThreads, kKeep>(p, shared, kept, map, token, request, visible, parts > 1 ? part : 0, parts);
-    barrier(parts);
   }
 }
 
@@ -936,47 +846,8 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   launch(out, shape, topk_kernel<kThreads, kKeep>, p, cluster, scores);
 }
 
-template <bool kKeep>
-void launch_mixed(const TensorView& out, const Params& p) {
-  const int in_parts = steps_of((p.width + kMaxCluster - 1) / kMaxCluster) * kStep;
-  const int most_alone = std::min(steps_of(p.width) * kStep, 2 * kAlone), ids = std::max(in_parts, most_alone);
-  if (kKeep && ids + ids / 32 > most_kept()) return launch_mixed<false>(out, p);
-  const int clusters = std::max(1, std::min(p.meta.num_tokens, multiprocessors() / kMaxCluster));
-  LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(clusters * kMaxCluster));
-  shape.block = dim3(1024);
-  shape.cluster = kMaxCluster;
-  shape.overlap = true;
-  const int scores = kKeep ? ids : 0;
-  shape.dynamic_smem = sizeof(float) * (scores + ids / 32);
-  cuda_check(cudaFuncSetAttribute(mixed_kernel<kKeep>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shape.dynamic_smem)),
-             "cudaFuncSetAttribute");
-  launch(out, shape, mixed_kernel<kKeep>, p, scores, most_alone);
-}
-
-template <int kThreads>
-void launch_short(const TensorView& out, const Params& p) {
-  LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens));
-  shape.block = dim3(kThreads);
-  shape.overlap = true;
-  launch(out, shape, short_kernel<kThreads>, p);
-}
-
-// What serves rows of a buffer that is worth a cluster; sglang_dsv4/ops/index_topk.py names them.
-enum Wide : int64_t {
-  kRowClusters = 0,       // a cluster a row
-  kShortThenRows = 1,     // short rows by single blocks, then a cluster for each of the others
-  kMixed = 2,             // one wave of clusters
-  kMixedReread = 3,       // the same without keeping rows
-  kShortThenMixed = 4,    // short rows by single blocks, then one wave of clusters
-  kShortThenReread = 5,
-};
-constexpr int kMixedTokens = 1024;  // of which every block looks at all lengths
-
-// `threads` of a block: 0 to 5 choose, the number being what serves wide buffers; 1024 treats short rows like longer ones;
-// -1 does and reads rows again in each pass whatever their length, as devices without clusters do with long ones.
+// `threads` of a block: 0 chooses; 1024 treats short rows like longer ones; -1 does and reads rows again in each pass
+// whatever their length, as devices without clusters do with long ones.
 void index_topk(TensorView scores, TensorView out, bool physical, int64_t threads, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
   Params p = {};
@@ -988,25 +859,22 @@ void index_topk(TensorView scores, TensorView out, bool physical, int64_t thread
   p.topk = static_cast<int>(out.size(1));
   p.physical = physical;
   p.aligned = p.stride % 4 == 0 && reinterpret_cast<uintptr_t>(p.scores) % 16 == 0;
-  p.short_rows = threads >= kRowClusters && threads <= kShortThenReread;
-  if (p.short_rows && p.width <= kShortRow<512>) return launch_short<512>(out, p);
+  p.short_rows = threads == 0;
+  if (p.short_rows && p.width <= kShortRow<512>) {
+    LaunchShape shape;
+    shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens));
+    shape.block = dim3(512);
+    shape.overlap = true;
+    launch(out, shape, short_kernel<512>, p);
+    return;
+  }
   const bool many = p.meta.num_tokens > multiprocessors();
   int cluster = 1;  // rows of more than kAlone scores are worth a cluster while blocks are few
   while (cluster < kMaxCluster && (p.width + cluster - 1) / cluster > (many ? 2 * kAlone : kAlone)) cluster *= 2;
   if (DSV4_ARCH != 90) cluster = 1;
-  const bool mixed = threads == kMixed || threads == kMixedReread;
-  if (cluster > 1 && p.short_rows && threads != kRowClusters && p.meta.num_tokens <= kMixedTokens) {
-    if (!mixed) {
-      launch_short<1024>(out, p);
-      p.skip_short = true;
-    }
-    if (threads == kMixed || threads == kShortThenMixed) return launch_mixed<true>(out, p);
-    if (threads != kShortThenRows) return launch_mixed<false>(out, p);
-    p.short_rows = false;
-  }
   if (threads < 0 || kept_floats(p.width, cluster, true) > most_kept()) {
     launch_topk<1024, false>(out, p, 1);
-  } else if (threads == 512 || (p.short_rows && many && p.width <= kAlone)) {
+  } else if (threads == 512 || (threads == 0 && many && p.width <= kAlone)) {
     launch_topk<512, true>(out, p, 1);
   } else {
     launch_topk<1024, true>(out, p, cluster);

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, Self
 PARSER = "dsv4_slot"
 READY_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 600.0
-_TELLING = re.compile(r"^sglang-dsv4: |^(\w+\.)*\w*(Error|Exception): ")
+_TELLING = re.compile(r"^sglang-dsv4: |Scheduler hit an exception: |^(\w+\.)*\w*(Error|Exception): ")
 _MIN_TOKEN_IDS = 16  # fewer distinct ids make prompts that look alike
 
 

@@ -31,7 +31,7 @@ class Mode:
 class Served:
     """A backend over real pools with two requests whose pages lie in no order."""
 
-    def __init__(self):
+    def __init__(self, context=CONTEXT):
         g = geometry()
         pool = SlotReqToTokenPool.__new__(SlotReqToTokenPool)
         pool.req_to_token = torch.zeros(4, CONTEXT, dtype=torch.int32)
@@ -47,7 +47,7 @@ class Served:
             for i, page in enumerate(order):
                 pool.req_to_token[row, i * PAGE : (i + 1) * PAGE] = torch.arange(page * PAGE, (page + 1) * PAGE)
         self.pool = pool
-        config = SimpleNamespace(context_len=CONTEXT)
+        config = SimpleNamespace(context_len=context)
         runner = SimpleNamespace(device="cpu", req_to_token_pool=pool, token_to_kv_pool=pages, model_config=config)
         self.backend = SlotAttentionBackend(runner)
         self.params = [layer(r) for r in RATIOS]
@@ -140,6 +140,16 @@ def test_static_tensors_keep_their_addresses():
     assert {n: getattr(served.backend._step.meta, n).data_ptr() for n in before} == before
     assert meta.slots.tolist() == [3, 5] and meta.seq_lens.tolist() == [300, 7]
     assert meta.page_table[0, :3].tolist() == [4, 11, 1]
+
+
+@pytest.mark.parametrize("context,tokens", [(512, 512), (1 << 20, 16 * PAGE)])
+def test_captured_steps_are_as_wide_as_the_longest_request_that_fits(context, tokens):
+    served = Served(context)
+    served.backend.init_cuda_graph_state(2, 2)
+    served.backend.init_forward_metadata_out_graph(decode_batch([0, 0], [1, 1]), in_capture=True)
+    step = served.backend._step
+    assert step.max_seq_len == tokens
+    assert step.meta.page_table.shape[1] == tokens // PAGE + 1
 
 
 def test_rows_that_pad_a_decode_batch_belong_to_no_request():

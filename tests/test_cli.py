@@ -279,9 +279,10 @@ def test_a_server_that_dies_is_told_by_its_last_words(tmp_path):
         Server(script, tmp_path / "server.log")
 
 
-def test_an_error_is_told_rather_than_what_came_after_it(tmp_path):
-    program = "print('ValueError: no memory'); raise SystemExit('kill_process_tree called')"
-    with pytest.raises(ServerError, match=r"did not start: ValueError: no memory \(log: "):
+@pytest.mark.parametrize("line", ["ValueError: no memory", "[12:00] Scheduler hit an exception: nvcc failed on a.cu"])
+def test_an_error_is_told_rather_than_what_came_after_it(tmp_path, line):
+    program = f"print('{line}'); raise SystemExit('kill_process_tree called')"
+    with pytest.raises(ServerError, match=re.escape(f"did not start: {line} (log: ")):
         Server(Script(tmp_path, extra_args=(program,)), tmp_path / "server.log")
 
 

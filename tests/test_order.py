@@ -142,7 +142,7 @@ def test_equal_texts_of_two_namespaces_are_two():
     text, order = array("q", range(PAGE)), EvictionOrder()
     requests = [SimpleNamespace(origin_input_ids=text, extra_key=key, cache_salt=None) for key in ("a", "b", "a")]
     for request in requests:
-        order.arrives(SimpleNamespace(page_size=PAGE, tree_core=SimpleNamespace(root_node_handle=int)), request)
+        order.arrives(SimpleNamespace(page_size=PAGE), request)
     keys = [request._dsv4_arrival.chain[0] for request in requests]
     assert keys[0] == keys[2] != keys[1]
 
@@ -271,8 +271,7 @@ def test_a_flush_forgets_what_was_learned():
     order = paths_of(engine.tree).order
     learned = order.model
     engine.tree.reset()
-    order.arrives(engine.tree, SimpleNamespace(origin_input_ids=array("q", range(10_000, 11_300))))
-    assert order.model is not learned and order.model.worst(by_span=False) is None
+    assert paths_of(engine.tree).order.model is not learned and order.model.worst(by_span=False) is None
 
 
 def test_superseded_snapshots_go_before_leaves_and_a_request_of_pages_takes_no_more_than_leaves():
@@ -284,3 +283,139 @@ def test_superseded_snapshots_go_before_leaves_and_a_request_of_pages_takes_no_m
     assert engine.used_pages == pages
     engine.tree.evict_for_alloc(EvictParams(num_tokens=PAGE, mamba_num=0))
     assert pages > engine.used_pages > 0
+
+
+# Faults found by driving the tree at random
+
+
+def test_a_request_that_was_retracted_before_a_flush_goes_on_after_it():
+    """SGLang flushes with requests waiting while generation is paused; what they bring along is of the old tree."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    engine = Engine(Limits(pages=100, slots=5 + 20, chunk=512), flash())
+    serve_text(engine, np.arange(10_000, 11_300), 0)
+    run = engine.start(np.arange(10_000, 12_300), np.full(4, 3, dtype=np.int64), 1)
+    next(run.steps())
+    release_kv_cache(run.req, engine.tree, checkpoint=False)
+    run.req.reset_for_retract()
+    engine.running.clear()
+    engine.tree.reset(), engine.pool.clear(), engine.pages.clear(), engine.pool.reset_aux_cache_allocator()
+    serve_text(engine, np.arange(20_000, 21_300), 2)
+    for _ in run.steps():
+        pass
+    order = paths_of(engine.tree).order
+    order.evict(engine.tree, 10**9, 0)
+    assert engine.used_pages == 0
+
+
+def serve_text(engine, text, number):
+    for _ in engine.start(text, np.full(4, 3, dtype=np.int64), number).steps():
+        pass
+
+
+def test_a_flush_empties_every_record_of_the_tree():
+    engine = engine_with((10_000, 11_300), (10_000, 11_700))
+    assert len(paths_of(engine.tree))
+    engine.tree.reset()
+    assert not len(paths_of(engine.tree)) and not paths_of(engine.tree).habits._kinds
+
+
+def test_a_leaf_further_along_the_text_of_a_request_that_has_not_come_so_far_may_still_go():
+    model = ReuseModel()
+    serve(model, 1, 2, 3)
+    arrival = model.arrives(chain(1, 2, 3))
+    model.stands(arrival, 1, INNER, 1, 1)
+    assert {model.end_of(node) is not None for node in (1, 3)} == {True}
+    model.stands(arrival, 2, INNER, 2, 1)
+    assert model.end_of(1) is None and model.end_of(3) is not None
+
+
+# Time that the scheduler spends
+
+
+def test_leaves_that_requests_hold_are_looked_up_once_not_at_every_eviction(monkeypatch):
+    engine = engine_with(*((begin, begin + 700) for begin in range(10_000, 20_000, 1000)))
+    tree, order = engine.tree, paths_of(engine.tree).order
+    locks = [tree.lock(node) for node in list(order.model._ends)]
+    tries, original = [], tree.inc_lock_ref
+    monkeypatch.setattr(tree, "inc_lock_ref", lambda *args: tries.append(args) or original(*args))
+    for _ in range(20):
+        assert order.evict(tree, PAGE, 0) == (0, 0)
+    assert len(tries) <= 2 * len(locks)
+    for lock in locks:
+        tree.unlock(lock)
+    order.evict(tree, 10**9, 0)
+    assert engine.used_pages == 0
+
+
+def test_held_leaves_are_tried_again_after_some_requests_though_others_could_go():
+    model = ReuseModel()
+    held = serve(model, 1)
+    model.hold(held)
+    serve(model, 2)
+    assert model.worst(by_span=False).node == 2 and model.end_of(1) is held
+    for text in range(3, 3 + reuse._REFRESH):
+        model.withdraw(serve(model, text))
+    model.withdraw(model.end_of(2))
+    assert model.worst(by_span=False) is held
+
+
+def test_many_leaves_go_for_one_ranking_of_their_groups(monkeypatch):
+    model = ReuseModel()
+    for text in range(1, 300):
+        serve(model, text, span=1 << text % 9)
+    groups, leaves = len(model._leaves), len(model._ends)
+    asked, original = [], ReuseModel.values
+    monkeypatch.setattr(ReuseModel, "values", lambda self, cls: asked.append(cls) or original(self, cls))
+    order = []
+    while (mark := model.worst(by_span=False)) is not None:
+        order.append(original(model, mark.cls)[mark.age])
+        model.withdraw(mark)
+    assert groups > 50 and len(order) == leaves and order == sorted(order)
+    assert len(asked) <= groups + 2 * leaves
+
+
+def test_a_leaf_that_is_offered_while_others_go_takes_its_turn():
+    model = ReuseModel()
+    for text in range(1, 60):
+        serve(model, text, span=1 << 12)
+    first = model.end_of(1)
+    assert model.worst(by_span=True) is not first
+    model.offer(first, 1000, 1, chain(1))
+    assert model.worst(by_span=True) is first
+
+
+def test_the_best_rate_is_that_over_all_ages_to_give_up_at():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        chances = (random.random(reuse._AGES) ** 4 * random.integers(0, 2, reuse._AGES)).tolist()
+        for begin, rate in enumerate(best_rates(chances)):
+            alive, hits, time, best = 1.0, 0.0, 0.0, 0.0
+            for age in range(begin, len(chances)):
+                hits, time = hits + alive * chances[age], time + alive * (1 - chances[age] / 2) * (1 << age)
+                alive, best = alive * (1 - chances[age]), max(best, hits / time)
+            assert rate == pytest.approx(best, rel=1e-9)
+
+
+def test_an_answer_costs_its_own_pages_and_no_copy_of_the_prompt():
+    class Request:
+        last_node, kv, extra_key, cache_salt = 5, SimpleNamespace(cache_protected_len=9 * PAGE), None, None
+        full_untruncated_fill_ids = array("q", range(9 * PAGE))
+
+        @property
+        def origin_input_ids(self):
+            raise AssertionError("the whole text was read")
+
+    order, request = EvictionOrder(), Request()
+    known: array[int] = array("q")
+    extend_chain(known, array("q", range(8 * PAGE)), PAGE, 0)
+    request._dsv4_arrival = order.model.arrives(array("q", known))
+    core = SimpleNamespace(collect_path_info=lambda nodes: [[SimpleNamespace(path_end=9 * PAGE)]])
+    order.stands(SimpleNamespace(page_size=PAGE, disable=False, tree_core=core), request, PROMPT, snapshot=True)
+    assert request._dsv4_arrival.chain[:-1] == known and order.model.end_of(5).span == 9
+
+
+def test_hashes_of_a_text_are_the_same_in_every_process():
+    found = array("q")
+    extend_chain(found, array("q", range(300)), PAGE, 0)
+    assert list(found) == [8233993916420097736, 4238193453590367796]

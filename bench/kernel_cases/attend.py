@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -230,9 +231,8 @@ def _attention(name: str, heads: int, width: int, batch: int, device: torch.devi
     for kernel in ("auto", "hopper", "portable"):
         if kernel != "portable" or batch in (1, 64):
             label = shape if kernel == "auto" else f"{shape}, {kernel}"
-            yield Case(
-                "sparse_attention", label, num_bytes, lambda i, k=kernel: x.run(i, k), sets, flops, rival, rival_run
-            )
+            run = functools.partial(x.run, kernel=kernel)
+            yield Case("sparse_attention", label, num_bytes, run, sets, flops, rival, rival_run)
 
 
 def _in_tree_attention(x: _Decode, width: int, batch: int, device: torch.device) -> Callable[[int], object]:
@@ -253,10 +253,11 @@ def _in_tree_attention(x: _Decode, width: int, batch: int, device: torch.device)
 
     def run(i: int) -> object:
         extra: dict[str, Any] = {}
-        if width:
+        entries, rows = x.entries[i], x.entry_rows[i]
+        if entries is not None and rows is not None:
             extra = {
-                "extra_k_cache": flash_mla._cache(x.entries[i]),
-                "extra_indices_in_kvcache": x.entry_rows[i].unsqueeze(1),
+                "extra_k_cache": flash_mla._cache(entries),
+                "extra_indices_in_kvcache": rows.unsqueeze(1),
                 "extra_topk_length": extra_lens,
             }
         out, _ = module.flash_mla_with_kvcache(

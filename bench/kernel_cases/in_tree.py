@@ -44,7 +44,7 @@ def _stand_in(name: str, **members: Any) -> None:
 
 def _package(name: str, path: str) -> None:
     module = types.ModuleType(name)
-    module.__path__ = [path]  # type: ignore[attr-defined]
+    module.__path__ = [path]
     sys.modules[name] = module
 
 
@@ -63,7 +63,7 @@ def load() -> dict[str, Any] | None:
         for name in ("", ".kernels", ".kernels.ops", ".kernels.ops.attention", ".kernels.ops.attention.dsv4"):
             _package("sglang" + name, root + name.replace(".", "/"))
         no, version = (lambda: False), tuple(int(v) for v in (torch.version.cuda or "0.0").split("."))
-        common = {"is_cuda": lambda: True, "is_hip": no, "is_xpu": no, "is_gfx95_supported": no}
+        common: dict[str, Any] = {"is_cuda": lambda: True, "is_hip": no, "is_xpu": no, "is_gfx95_supported": no}
         common["get_cuda_version"] = lambda: version
         _stand_in("sglang.srt")
         _stand_in("sglang.srt.environ", envs=_Settings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from kernel_cases.base import Case, first_line, op_wanted, sets_for, slow_rivals
 from sglang_dsv4.formats import index_codec
 from sglang_dsv4.geometry import CSA_RATIO, INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM, RowLayout
 from sglang_dsv4.ops.index_query import index_query_cuda
-from sglang_dsv4.ops.index_topk import WIDE_WAYS, index_topk_cuda
+from sglang_dsv4.ops.index_topk import index_topk_cuda
 
 # index_query
 
@@ -81,20 +82,17 @@ WIDE_COLUMNS = CONTEXTS["1M"] // CSA_RATIO
 
 
 def wide_cases(device: torch.device) -> Iterator[Case]:
-    """Decode in a captured graph: rows of any length in a buffer as wide as the longest context, every way to it."""
+    """Decode in a captured graph: rows of any length in a buffer as wide as the longest context."""
     in_tree.load()
     module, reason = importable("sglang.kernels.ops.attention.dsv4.topk")
     for batch in (1, 16, 64):
         for visible in (1024, 8192, 32768):
             shape = f"k 512 batch {batch} visible {visible} in {WIDE_COLUMNS} columns"
-            shapes = {way: f"{shape}, {way}" for way in WIDE_WAYS}
-            if any(wanted("index_topk", shape) for shape in shapes.values()):
-                yield from _wide(512, batch, visible, shapes, device, module, reason)
+            if wanted("index_topk", shape):
+                yield _wide(512, batch, visible, shape, device, module, reason)
 
 
-def _wide(
-    topk: int, batch: int, visible: int, shapes: dict[str, str], device: torch.device, module: Any, reason: str
-) -> Iterator[Case]:
+def _wide(topk: int, batch: int, visible: int, shape: str, device: torch.device, module: Any, reason: str) -> Case:
     num_bytes = batch * 4 * (visible + topk)
     sets = max(4, min(16, sets_for(num_bytes), (4 << 30) // (batch * 4 * WIDE_COLUMNS)))
     meta = step(batch, visible * CSA_RATIO, device)
@@ -115,13 +113,10 @@ def _wide(
             def rival_run(i: int) -> object:
                 return module.topk_transform_paged_v2(scores[i], lens, meta.page_table, out, PAGE // CSA_RATIO, plan)
 
-    for way, shape in shapes.items():
-        if wanted("index_topk", shape):
+    def run(i: int) -> torch.Tensor:
+        return index_topk_cuda(scores[i], meta, topk=topk, physical=True)
 
-            def run(i: int, way: str = way) -> torch.Tensor:
-                return index_topk_cuda(scores[i], meta, topk=topk, physical=True, way=way)
-
-            yield Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
+    return Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
 
 
 def _topk_shape(topk: int, batch: int, name: str) -> str:
@@ -157,20 +152,21 @@ def _topk(topk: int, batch: int, name: str, device: torch.device, modules: dict[
             )
     if flashinfer is not None:
         # As SGLang calls it, any of several equal scores and in any order; then with ties as ours: to the lower id.
-        for label, tie_break in (("", 0), (", ties to the lower", 1)):
-            rivals[f"flashinfer.top_k_page_table_transform{label}"] = lambda i, ties=tie_break: (
-                flashinfer.top_k_page_table_transform(
-                    scores[i],
-                    meta.page_table,
-                    lens,
-                    topk,
-                    deterministic=bool(ties),
-                    tie_break=ties,
-                    dsa_graph_safe=True,
-                    page_size=per_page,
-                    out=out,
-                )
+        def by_flashinfer(i: int, ties: int) -> object:
+            return flashinfer.top_k_page_table_transform(
+                scores[i],
+                meta.page_table,
+                lens,
+                topk,
+                deterministic=bool(ties),
+                tie_break=ties,
+                dsa_graph_safe=True,
+                page_size=per_page,
+                out=out,
             )
+
+        for label, ties in (("", 0), (", ties to the lower", 1)):
+            rivals[f"flashinfer.top_k_page_table_transform{label}"] = functools.partial(by_flashinfer, ties=ties)
     shape = _topk_shape(topk, batch, name)
     print(f"index_topk {shape}", flush=True)
     rival, rival_run = fastest(rivals, sets, not_run)

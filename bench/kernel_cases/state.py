@@ -199,7 +199,7 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
                 yield Case("append_window, raw", shape, moved, raw, layers.sets, rival=rival_name, rival_run=rival)
                 csa = layers.csa()
 
-                def both(i: int, append=append, csa=csa) -> None:
+                def both(i: int, append: Callable[[int], object] = append, csa: Callable[[int], object] = csa) -> None:
                     csa(i)
                     append(i)
 
@@ -277,10 +277,10 @@ def copy_cases(device: torch.device) -> Iterator[Case]:
         for pairs in (1, 32):
             src, dst = order[:, :pairs].contiguous(), order[:, 32 : 32 + pairs].contiguous()
 
-            def run(i: int, w=windows, o=overlaps, s=src, d=dst) -> None:
+            def run(i: int, w: Tensor = windows, o: Tensor = overlaps, s: Tensor = src, d: Tensor = dst) -> None:
                 copy_state_cuda(w, o, s[i], d[i])
 
-            def indexed(i: int, w=windows, o=overlaps, s=src, d=dst) -> None:
+            def indexed(i: int, w: Tensor = windows, o: Tensor = overlaps, s: Tensor = src, d: Tensor = dst) -> None:
                 w[:, d[i]] = w[:, s[i]]
                 o[:, d[i]] = o[:, s[i]]
 
@@ -290,7 +290,7 @@ def copy_cases(device: torch.device) -> Iterator[Case]:
             yield Case("copy_state", shape, moved, run, 4, rival="torch indexing", rival_run=indexed, limit=limit)
         none = torch.full((4, 256), -1, dtype=torch.int64, device=device)
 
-        def nothing(i: int, w=windows, o=overlaps, n=none) -> None:
+        def nothing(i: int, w: Tensor = windows, o: Tensor = overlaps, n: Tensor = none) -> None:
             copy_state_cuda(w, o, n[i], n[i])
 
         yield Case("copy_state", f"{model}, batch 256, nothing due", 256 * 16, nothing, 4, limit="5 us")

@@ -45,7 +45,8 @@ class SlotAttentionBackend(AttentionBackend):
         self.pages = _expect(runner.token_to_kv_pool, PagePool, "KVCacheConfigurator._build_token_to_kv_pool")
         self.geometry = self.pages.geometry
         self.page_size = self.geometry.page_size
-        self.context_len = runner.model_config.context_len
+        # No request outgrows the pool: captured steps are as wide as the longest one that there can be.
+        self.longest = min(runner.model_config.context_len, self.pages.size)
         self.slots = self.requests.mamba_pool.store
         self.cache = CacheHandle(self.geometry, self.pages.store, self.slots, self.requests.tails)
         self.ops = operations(self.device.type)
@@ -79,10 +80,11 @@ class SlotAttentionBackend(AttentionBackend):
             lanes = self._lanes if size <= LANES_LIMIT else NoLanes()
             rows = self._static.first(size)
             self._captured[size] = Step(
-                rows.meta(), self.cache, self.ops, True, self.context_len, lanes=lanes, rows=rows
+                rows.meta(), self.cache, self.ops, True, self.longest, lanes=lanes, rows=rows
             )
-        self._step = self._captured[size]
-        self._fill(self._static.first(size), forward_batch)
+        self._step = step = self._captured[size]
+        assert step.rows is not None
+        self._fill(step.rows, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The snapshots of a captured step: recorded here, run by every replay ahead of the first layer."""
@@ -99,8 +101,8 @@ class SlotAttentionBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static tensors of captured decode steps."""
-        # One page more: SGLang may run a request a few positions past the context length before it stops it.
-        tokens = self.context_len + self.page_size
+        # One page more: SGLang may run a request a few positions past its last token before it stops it.
+        tokens = self.longest + self.page_size
         self._static = DecodeRows.allocate(max_bs, tokens, self.page_size, self.device)
         if self.device.type == "cuda":
             self._lanes = Lanes(self.device)
@@ -112,7 +114,7 @@ class SlotAttentionBackend(AttentionBackend):
         return self.device.type != "cpu"
 
     def _decode_step(self, fb: Any) -> Step:
-        longest = self.context_len if fb.seq_lens_cpu is None else int(fb.seq_lens_cpu.max())
+        longest = self.longest if fb.seq_lens_cpu is None else int(fb.seq_lens_cpu.max())
         rows = DecodeRows.allocate(fb.req_pool_indices.shape[0], longest, self.page_size, self.device)
         self._fill(rows, fb)
         return Step(rows.meta(), self.cache, self.ops, True, longest, rows=rows)

@@ -30,13 +30,13 @@ class EvictionOrder:
 
     def __init__(self, room: int = LEAST_REMEMBERED) -> None:
         self.model, self.seen = ReuseModel(), SeenPages(room)
-        self._root: int | None = None  # node, which is another one after a flush
+
+    def clear(self) -> None:
+        """Forget everything. What waiting requests bring along of it counts no more."""
+        self.model, self.seen = ReuseModel(), SeenPages(self.seen.room)
 
     def arrives(self, tree: Any, req: Any) -> None:
-        """A request is prepared for the first time. A flush of the tree forgets what was learned, too."""
-        root = tree.tree_core.root_node_handle()
-        if root != self._root:
-            self.model, self._root, self.seen = ReuseModel(), root, SeenPages(self.seen.room)
+        """A request is prepared for the first time."""
         chain: array[int] = array("q")
         extend_chain(chain, _text(req.origin_input_ids), tree.page_size, _seed(req))
         req._dsv4_arrival = self.model.arrives(chain)
@@ -56,8 +56,13 @@ class EvictionOrder:
     def ended(self, tree: Any, req: Any) -> None:
         """The request has its whole answer."""
         if (arrival := getattr(req, "_dsv4_arrival", None)) is not None:
-            _extend_to_answer(arrival, req, tree.page_size)
-            self.seen.passed(arrival.chain)
+            chain, prompt = arrival.chain, req.origin_input_ids
+            # Only what is not hashed yet is copied, not the prompt.
+            begin, rest = len(chain) * tree.page_size, array("q")
+            text = array("q", [*prompt[begin:], *req.output_ids[max(0, begin - len(prompt)) :]])
+            extend_chain(rest, text, tree.page_size, chain[-1] if chain else _seed(req))
+            chain.extend(rest)
+            self.seen.passed(chain)
 
     def stands(self, tree: Any, req: Any, kind: str, *, snapshot: bool) -> None:
         """The request's text stands in the tree as far as its `last_node`, a place of that kind."""
@@ -65,8 +70,10 @@ class EvictionOrder:
         pages = req.kv.cache_protected_len // tree.page_size
         if arrival is None or tree.disable or not pages:
             return
+        if arrival.model is not self.model:  # it was retracted, and then the tree was flushed
+            arrival = req._dsv4_arrival = self.model.arrives(arrival.chain)
         if pages > len(arrival.chain):
-            _extend_to_answer(arrival, req, tree.page_size)
+            extend_chain(arrival.chain, _text(req.full_untruncated_fill_ids), tree.page_size, _seed(req))
         if snapshot:
             self.seen.snapshot(arrival.chain[pages - 1])
         span = _span(tree, _path(tree, req.last_node))
@@ -84,22 +91,25 @@ class EvictionOrder:
 
         full, state = ComponentType.FULL, ComponentType.MAMBA
         started, gone = time.perf_counter(), dict.fromkeys(tree.tree_components, 0)
-        held: list[tuple[Mark, int, array[int]]] = []
+        tried = False  # held leaves, of which one must be free by now
         while gone[full] < tokens or gone[state] < snapshots:
             mark = self.model.worst(by_span=gone[full] >= tokens)
+            if mark is None and not tried and tree.full_evictable_size():
+                tried = True
+                self.model.try_held()
+                mark = self.model.worst(by_span=gone[full] >= tokens)
             if mark is None or mark.node is None or mark.chain is None:
                 break
             node, chain, path = mark.node, mark.chain, _path(tree, mark.node)
-            self.model.withdraw(mark)
-            if path is _GONE or path[-1].num_children:
+            leaf = bool(path) and not path[-1].num_children
+            if leaf and _locked(tree, node):
+                self.model.hold(mark)
                 continue
-            if _locked(tree, node):
-                held.append((mark, node, chain))
+            self.model.withdraw(mark)
+            if not leaf:
                 continue
             tree._evict_device_leaf(node, gone)
             self._uncover(tree, path[:-1], mark, chain, gone)
-        for mark, node, chain in held:
-            self.model.offer(mark, node, mark.span, chain)
         tree.update_eviction_metrics(gone[full], started)
         return gone[full], gone[state]
 
@@ -117,10 +127,6 @@ class EvictionOrder:
 
 def _text(tokens: Any) -> array[int]:
     return tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
-
-
-def _extend_to_answer(arrival: Arrival, req: Any, page: int) -> None:
-    extend_chain(arrival.chain, array("q", [*req.origin_input_ids, *req.output_ids]), page, _seed(req))
 
 
 def _seed(req: Any) -> int:

@@ -15,7 +15,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
+from functools import cache
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sglang_dsv4.cache.habits import PROMPT
 
@@ -42,14 +48,26 @@ class MarkClass(NamedTuple):
     strangers: int
 
 
-class Mark:
-    """A place in the text. `node` ends there if it is a leaf of the tree; `span` pages are lost with it."""
+class _Group(NamedTuple):
+    """Leaves between which only the time of their offer decides."""
 
-    __slots__ = ("age", "chain", "cls", "is_end", "node", "passes", "span", "stamp", "talk")
+    cls: MarkClass
+    age: int
+    span_bits: int
+
+
+class Mark:
+    """A place in the text. `node` ends there if it is a leaf of the tree; `span` pages are lost with it.
+
+    A leaf that is `held` cannot go for now.
+    """
+
+    __slots__ = ("age", "chain", "cls", "held", "is_end", "node", "passes", "span", "stamp", "talk")
 
     def __init__(self, kind: str, turn: int) -> None:
         self.cls = MarkClass(kind, min(turn, _TURNS), 0)
         self.is_end = kind == PROMPT
+        self.held = False
         self.age = self.stamp = self.passes = self.span = 0
         self.node: int | None = None
         self.chain: array[int] | None = None  # hashes of a text that passes here
@@ -57,10 +75,11 @@ class Mark:
 
 
 class Arrival:
-    """What is known of a request: the hashes of its pages, the marks on its way and its conversation."""
+    """What is known of a request: the hashes of its pages, the marks on its way, their pages, and its conversation."""
 
-    def __init__(self, chain: array[int], passed: list[Mark], talk: Mark | None) -> None:
-        self.chain, self.passed, self.talk = chain, passed, talk
+    def __init__(self, model: ReuseModel, chain: array[int], found: list[tuple[int, Mark]], talk: Mark | None) -> None:
+        self.model, self.chain, self.talk = model, chain, talk
+        self.depths, self.passed = [depth for depth, _ in found], [mark for _, mark in found]
 
     @property
     def turn(self) -> int:
@@ -86,24 +105,28 @@ class ReuseModel:
         self._weight = 1.0  # of an observation made now
         self._waiting: list[deque[tuple[Mark, int]]] = [deque() for _ in range(_AGES)]
         self._values: dict[MarkClass, list[float]] = {}
-        self._leaves: dict[tuple[MarkClass, int, int], dict[Mark, None]] = {}  # by class, age and bits of the span
+        self._leaves: dict[_Group, dict[Mark, None]] = {}
+        self._serials: dict[_Group, int] = {}  # of the groups that hold a leaf, in the order of their making
+        self._next_serial = count()
+        self._ranks: dict[bool, list[tuple[float, int, _Group]]] = {}  # `worst` in either way, good until the next tick
+        self._held: dict[Mark, None] = {}
         self._ends: dict[int, Mark] = {}  # node -> its mark, of all leaves
 
     def arrives(self, chain: array[int]) -> Arrival:
         """A request whose pages have these hashes passes the marks on its way, whether or not their pages stand."""
         self._tick()
-        found = [(key, mark) for key in chain if (mark := self._marks.get(key)) is not None]
+        found = [(at, mark) for at, key in enumerate(chain, 1) if (mark := self._marks.get(key)) is not None]
         talk = next((mark for _, mark in found if mark.is_end), None)
         if talk is not None:
             talk.passes += 1
-        arrival = Arrival(chain, [mark for _, mark in found], talk)
-        for key, mark in found:
+        arrival = Arrival(self, chain, found, talk)
+        for at, mark in found:
             self._count(mark, hits=1.0)
             strange = talk is None or mark.talk is not talk
             cls = MarkClass(_PASSED, min(arrival.turn, _TURNS), min(mark.cls.strangers + strange, _STRANGERS))
             mark.talk = talk
             self._begin(mark, cls)
-            self._marks.move_to_end(key)
+            self._marks.move_to_end(chain[at - 1])
         return arrival
 
     def stands(self, arrival: Arrival, pages: int, kind: str, node: int, span: int) -> None:
@@ -114,8 +137,10 @@ class ReuseModel:
             for passed in arrival.passed:
                 passed.talk = mark
         mark.talk = arrival.talk
-        for above in arrival.passed:
-            self.withdraw(above)
+        for depth, above in zip(arrival.depths, arrival.passed, strict=True):
+            if depth < pages:
+                self.withdraw(above)
+        arrival.depths.append(pages)
         arrival.passed.append(mark)
         self.offer(mark, node, span, arrival.chain)
 
@@ -137,37 +162,71 @@ class ReuseModel:
         if (other := self._ends.get(node)) is not None:  # of the same place, forgotten since
             self.withdraw(other)
         mark.node, mark.span, mark.chain = node, span, chain
-        self._leaves.setdefault(self._group(mark), {})[mark] = None
         self._ends[node] = mark
+        self._join(mark)
 
     def withdraw(self, mark: Mark) -> None:
         if mark.node is not None:
-            key = self._group(mark)
-            group = self._leaves[key]
-            del group[mark]
-            if not group:
-                del self._leaves[key]
+            self._leave(mark)
             del self._ends[mark.node]
             mark.node = mark.chain = None
+
+    def hold(self, mark: Mark) -> None:
+        """A request holds the leaf. It does not go until it is offered anew or tried again, now and then."""
+        if mark.node is not None:
+            self._leave(mark)
+            mark.held = True
+            self._held[mark] = None
+
+    def try_held(self) -> None:
+        """Held leaves may be free by now."""
+        for mark in list(self._held):
+            self._leave(mark)
+            self._join(mark)
 
     def end_of(self, node: int) -> Mark | None:
         """The mark at the leaf `node`, None if that was not offered."""
         return self._ends.get(node)
 
     def worst(self, *, by_span: bool) -> Mark | None:
-        """The leaf worth least, a page or, `by_span`, as a whole. Costs as much as there are groups of like leaves."""
-        if not self._leaves:
-            return None
-        cls, age, _ = key = min(
-            self._leaves, key=lambda group: self.values(group[0])[group[1]] * (1 << group[2] if by_span else 1)
-        )
-        values, group = self.values(cls), self._leaves[key]
-        gains = age + 1 < _AGES and values[age + 1] > values[age]
-        return next(reversed(group)) if gains else next(iter(group))
+        """The leaf worth least, a page or, `by_span`, as a whole. Groups of like leaves are ranked once a request."""
+        ranks = self._ranks.get(by_span)
+        if ranks is None:
+            ranks = self._ranks[by_span] = [self._rank(key, by_span=by_span) for key in self._leaves]
+            heapify(ranks)
+        while ranks:
+            _, serial, key = ranks[0]
+            if self._serials.get(key) == serial:
+                values, group = self.values(key.cls), self._leaves[key]
+                gains = key.age + 1 < _AGES and values[key.age + 1] > values[key.age]
+                return next(reversed(group)) if gains else next(iter(group))
+            heappop(ranks)
+        return None
 
-    @staticmethod
-    def _group(mark: Mark) -> tuple[MarkClass, int, int]:
-        return mark.cls, mark.age, mark.span.bit_length()
+    def _rank(self, key: _Group, *, by_span: bool) -> tuple[float, int, _Group]:
+        worth = self.values(key.cls)[key.age]
+        return worth * (1 << key.span_bits) if by_span else worth, self._serials[key], key
+
+    def _join(self, mark: Mark) -> None:
+        key = _Group(mark.cls, mark.age, mark.span.bit_length())
+        group = self._leaves.get(key)
+        if group is None:
+            group = self._leaves[key] = {}
+            self._serials[key] = next(self._next_serial)
+            for by_span, ranks in self._ranks.items():
+                heappush(ranks, self._rank(key, by_span=by_span))
+        group[mark] = None
+
+    def _leave(self, mark: Mark) -> None:
+        if mark.held:
+            mark.held = False
+            del self._held[mark]
+            return
+        key = _Group(mark.cls, mark.age, mark.span.bit_length())
+        group = self._leaves[key]
+        del group[mark]
+        if not group:
+            del self._leaves[key], self._serials[key]
 
     # Statistics
 
@@ -181,8 +240,10 @@ class ReuseModel:
     def _tick(self) -> None:
         self.now += 1
         self._weight /= _FADE
+        self._ranks.clear()
         if self.now % _REFRESH == 0:
             self._values.clear()
+            self.try_held()
             if self._weight > 1024:
                 for table in self._tables.values():
                     table.hits = [x / self._weight for x in table.hits]
@@ -203,11 +264,12 @@ class ReuseModel:
         self._count(mark, reached=1.0)
 
     def _move(self, mark: Mark, cls: MarkClass, age: int) -> None:
-        node, chain = mark.node, mark.chain
-        self.withdraw(mark)
+        stands = mark.node is not None and not mark.held
+        if stands:
+            self._leave(mark)
         mark.cls, mark.age = cls, age
-        if node is not None and chain is not None:
-            self.offer(mark, node, mark.span, chain)
+        if stands:
+            self._join(mark)
 
     def _count(self, mark: Mark, *, hits: float = 0.0, reached: float = 0.0) -> None:
         for key in self._wider(mark.cls):
@@ -236,22 +298,32 @@ def best_rates(chances: Sequence[float]) -> list[float]:
 
     chances  of being passed at an age, for a mark that reached it
     """
-    rates = []
-    for begin in range(len(chances)):
-        alive, hits, time, best = 1.0, 0.0, 0.0, 0.0
-        for age in range(begin, len(chances)):
-            chance = min(chances[age], 1.0)
-            time += alive * (1 - chance / 2) * (1 << age)
-            hits += alive * chance
-            alive *= 1 - chance
-            best = max(best, hits / time)
-        rates.append(best)
-    return rates
+    rates: list[float] = []
+    later: list[tuple[float, float, float]] = []  # stretches of later ages: hits, time, part left; the best comes last
+    for age in reversed(range(len(chances))):
+        chance = min(chances[age], 1.0)
+        hits, time, left = chance, (1 - chance / 2) * (1 << age), 1 - chance
+        while later and later[-1][0] * time > hits * later[-1][1]:
+            more, longer, rest = later.pop()
+            hits, time, left = hits + left * more, time + left * longer, left * rest
+        later.append((hits, time, left))
+        rates.append(hits / time)
+    return rates[::-1]
 
 
 def extend_chain(chain: array[int], tokens: array[int], page: int, seed: int) -> None:
     """Append the hashes of the whole pages of `tokens` that are not in `chain` yet; each stands for all text before."""
+    first, pages = len(chain), len(tokens) // page
+    if pages <= first:
+        return
+    words = np.frombuffer(tokens, dtype=np.uint64, count=pages * page).reshape(pages, page)
     before = chain[-1] if chain else seed
-    for begin in range(len(chain) * page, len(tokens) // page * page, page):
-        before = hash((before, tokens[begin : begin + page].tobytes()))
+    for digest in (words[first:] @ _factors(page)).tolist():
+        before = hash((before, digest))
         chain.append(before)
+
+
+@cache
+def _factors(page: int) -> NDArray[np.uint64]:
+    """By which the tokens of a page are multiplied before they are added, modulo 2^64: equal in all processes."""
+    return np.random.default_rng(0).integers(1 << 64, size=page, dtype=np.uint64) | np.uint64(1)

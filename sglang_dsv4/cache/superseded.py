@@ -33,6 +33,7 @@ class SupersededPaths:
         """pages  of the pool"""
         self.habits = ResumeHabits()
         self.order = EvictionOrder(max(2 * pages, LEAST_REMEMBERED))
+        self.root: int | None = None  # of the tree, another one after a flush
         self.kind: str | None = None  # of the snapshot that is being inserted
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
         self.shared: tuple[int, ...] = ()  # nodes above it that other conversations are expected to resume at
@@ -76,6 +77,7 @@ class SupersededPaths:
         self._prompts.clear()
         self._answers.clear()
         self.habits.clear()
+        self.order.clear()
 
     def trim(self, tree: Any, count: int) -> int:
         """Drop superseded snapshots until `count` are gone or none is left; returns how many went."""
@@ -126,10 +128,14 @@ def _trim_path(tree: Any, tail: int) -> int:
 
 
 def paths_of(tree: Any) -> SupersededPaths:
-    """The tree's own record."""
+    """The tree's own record, which a flush of the tree empties."""
     paths: SupersededPaths | None = getattr(tree, "_dsv4_paths", None)
+    root = tree.tree_core.root_node_handle()
     if paths is None:
         paths = tree._dsv4_paths = SupersededPaths(tree.token_to_kv_pool_allocator.size // tree.page_size)
+    elif root != paths.root:
+        paths.clear()
+    paths.root = root
     return paths
 
 

@@ -12,19 +12,6 @@ from sglang_dsv4.ops.meta import StepMeta
 
 MAX_TOPK = 2048
 MAX_WIDTH = 3 << 17  # entries; 1.5 million tokens
-# Ways to serve buffers worth a cluster of blocks (on Hopper, up to 1,024 tokens): as wide as a captured graph's
-# longest context, while most rows are short. All select the same sets; DEFAULT_WAY is what a server runs.
-WIDE_WAYS = {
-    "a cluster a row": 0,
-    "short rows first": 1,  # two launches: single blocks for short rows, then a cluster for each of the others
-    "one wave": 2,  # one launch of as many clusters as run at once; rows are dealt to blocks, long ones to clusters
-    "one wave, read again": 3,  # without keeping rows in shared memory
-    "short rows first, one wave": 4,
-    "short rows first, one wave, read again": 5,
-}
-DEFAULT_WAY = "a cluster a row"
-# What serves no purpose but to be tested: short rows treated like long ones, and rows read again whatever their length.
-TESTED_WAYS = {"short rows like long ones": 1024, "rows read again": -1}
 
 
 def index_topk(scores: Tensor, meta: StepMeta, *, topk: int, physical: bool) -> Tensor:
@@ -57,14 +44,15 @@ def index_topk_cuda(
     *,
     topk: int,
     physical: bool,
-    way: str = DEFAULT_WAY,
+    keep_rows: bool = True,
+    short_rows: bool = True,
 ) -> Tensor:
-    """CUDA face of `index_topk`: one launch (two in some ways), no workspace; selects the same sets as the reference.
+    """CUDA face of `index_topk`: one launch, no workspace; selects the same sets as the reference.
 
-    Rows of at most 8,192 visible entries stand in registers (4,096 where the step has many tokens). Longer ones are
-    kept in shared memory between passes, by a cluster of up to 8 blocks; devices without clusters read long ones again
-    instead. `way` is one of WIDE_WAYS or TESTED_WAYS. Columns past a token's visible entries may be loaded, but nothing
-    depends on them. NaN ranks below every number.
+    Rows of at most 8,192 visible entries stand in registers (4,096 where the step has many tokens), unless
+    `short_rows` is False. Longer ones are kept in shared memory between passes, by a cluster of up to 8 blocks;
+    `keep_rows` False reads all rows again instead, which devices without clusters do for long ones. Columns past a
+    token's visible entries may be loaded, but nothing depends on them. NaN ranks below every number.
     Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("index_topk")
@@ -76,7 +64,7 @@ def index_topk_cuda(
         raise check.fail("scores", f"{scores.shape[1]} columns wide", f"narrower than {MAX_WIDTH}")
     device = check.cuda()
     out = scores.new_empty((meta.num_tokens, topk), dtype=torch.int32)
-    threads = (WIDE_WAYS | TESTED_WAYS)[way]
+    way = -1 if not keep_rows else 0 if short_rows else 1024
     if meta.num_tokens:
-        jit.function("index_topk", "index_topk", device)(scores, out, physical, threads, *fields)
+        jit.function("index_topk", "index_topk", device)(scores, out, physical, way, *fields)
     return out
