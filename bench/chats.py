@@ -5,14 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rivals import text
+from rivals import DEFAULT_RATIO, text
 
 from sglang_dsv4.serving import Client
 
 CHAT_TOKENS, LATER_TOKENS, ANSWER_TOKENS, TURNS = 2048, 64, 32, 3
 RUNNING = 16
-FULL_TOKENS = 300_000  # the in-tree pool whose bytes both get
-WINDOW_RATIOS = (0.1, 0.05, 0.12, 0.15, 0.2, 0.3)  # in-tree's default first
+WINDOW_RATIOS = (DEFAULT_RATIO, 0.05, 0.12, 0.15, 0.2, 0.3)  # in-tree's default first
 
 
 @dataclass(frozen=True)

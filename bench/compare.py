@@ -31,8 +31,9 @@ import report  # noqa: E402
 import workloads  # noqa: E402
 from replay import replay, tokens_of  # noqa: E402
 from rivals import (  # noqa: E402
+    DEFAULT_RATIO,
+    FULL_TOKENS,
     GpuLaunch,
-    Pools,
     card,
     geometry,
     in_tree_bytes,
@@ -45,28 +46,8 @@ from rivals import (  # noqa: E402
 from sglang_dsv4.serving import Client, Launch, Server, ServerError  # noqa: E402
 
 PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")
-DEFAULT_RATIO = 0.1  # SGLang's own for this model
 OTHER_RATIOS = (0.05, 0.2)
 OURS = "ours"
-
-
-def ours(model: Path, pools: Pools, options: argparse.Namespace) -> Launch:
-    return GpuLaunch(
-        model,
-        max_total_tokens=pools.tokens,
-        max_mamba_cache_size=pools.slots,
-        max_running_requests=options.users,
-        max_batch=options.users,
-        mem_share=options.mem_share,
-        tokenizer=options.tokenizer,
-        extra_args=("--load-format", "dummy") if options.dummy else (),
-    )
-
-
-def theirs(model: Path, tokens: int, ratio: float, options: argparse.Namespace) -> Launch:
-    launch = ours(model, Pools(tokens, 0, 0), options)
-    extra = (*launch.extra_args, "--swa-full-tokens-ratio", str(ratio))
-    return replace(launch, plugin=False, extra_args=extra)
 
 
 def contestants(options: argparse.Namespace) -> tuple[dict[str, Launch], dict[str, dict[str, Any]]]:
@@ -74,14 +55,20 @@ def contestants(options: argparse.Namespace) -> tuple[dict[str, Launch], dict[st
     budget = in_tree_bytes(options.tokens, DEFAULT_RATIO, options.users)
     g = geometry(options.config or options.model, os.environ.get("SGLANG_DSV4_INDEXER", "fp4"))
     pools = pools_for(g, budget, options.users)
-    launches = {OURS: ours(options.model, pools, options)}
+    base = GpuLaunch(
+        options.model,
+        mem_share=options.mem_share,
+        tokenizer=options.tokenizer,
+        extra_args=("--load-format", "dummy") if options.dummy else (),
+    )
+    launches: dict[str, Launch] = {OURS: base.over(pools, options.users)}
     memory: dict[str, dict[str, Any]] = {
         OURS: {"kv_bytes": pools.bytes, "pools": {"tokens": pools.tokens, "slots": pools.slots}}
     }
     for ratio in dict.fromkeys((DEFAULT_RATIO, *options.ratios)):
         tokens = in_tree_tokens(budget, ratio, options.users)
         name = f"in-tree, ratio {ratio}{' (default)' if ratio == DEFAULT_RATIO else ''}"
-        launches[name] = theirs(options.model, tokens, ratio, options)
+        launches[name] = base.in_tree(tokens, ratio, options.users)
         pool = {"tokens": tokens, "window_tokens": int(tokens * ratio)}
         memory[name] = {"kv_bytes": in_tree_bytes(tokens, ratio, options.users), "pools": pool, "ratio": ratio}
     return launches, memory
@@ -218,7 +205,9 @@ def main() -> int:
     parser.add_argument("--dummy", action="store_true", help="random weights over config.json alone")
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(workloads.PRESETS))
     parser.add_argument("--users", type=int, default=16, help="requests in flight, and most that run (16)")
-    parser.add_argument("--tokens", type=int, default=300_000, help="of the in-tree pool whose bytes all get (300,000)")
+    parser.add_argument(
+        "--tokens", type=int, default=FULL_TOKENS, help="of the in-tree pool whose bytes all get (300,000)"
+    )
     parser.add_argument("--ratios", type=float, nargs="*", default=list(OTHER_RATIOS), help="besides in-tree's default")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
     parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")

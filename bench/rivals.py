@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sglang_dsv4.cache.sizing import fit_tokens, plan_slots
 from sglang_dsv4.geometry import INDEX_LAYOUTS, Geometry
 from sglang_dsv4.serving import Launch, Server, Words
 
 IN_TREE_PAGE = 256
+DEFAULT_RATIO = 0.1  # of window tokens to full tokens, SGLang's own for this model
+FULL_TOKENS = 300_000  # the in-tree pool whose bytes both get
 START_TIMEOUT_S = 560.0
 LOG_INTERVAL = 32  # decode steps a line of the server's log
 
@@ -61,6 +63,21 @@ class GpuLaunch(Launch):
         if not self.graphs:
             return ["--disable-cuda-graph"]
         return ["--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(self.max_batch))]
+
+    def over(self, pools: Pools, running: int) -> Self:
+        """Ours, over pools of that size, for so many requests at a time."""
+        return replace(
+            self,
+            max_total_tokens=pools.tokens,
+            max_mamba_cache_size=pools.slots,
+            max_running_requests=running,
+            max_batch=running,
+        )
+
+    def in_tree(self, tokens: int, ratio: float, running: int) -> Self:
+        """SGLang's own cache, with so many full tokens and `ratio` times as many window tokens."""
+        launch = self.over(Pools(tokens, 0, 0), running)
+        return replace(launch, plugin=False, extra_args=(*self.extra_args, "--swa-full-tokens-ratio", str(ratio)))
 
     def check(self) -> None:
         """Nothing of a CPU server's needs."""

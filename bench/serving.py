@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import decode
-from chats import CHAT_TOKENS, FULL_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
+from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
 from rivals import (
+    DEFAULT_RATIO,
+    FULL_TOKENS,
     IN_TREE_FULL,
     IN_TREE_WINDOW,
     GpuLaunch,
@@ -50,12 +52,12 @@ def rows_of_sizes(config: Path) -> Iterator[dict[str, Any]]:
     for indexer in ("fp4", "fp8"):
         g = geometry(config, indexer)
         mine = float(g.token_alloc_bytes)
-        theirs = IN_TREE_FULL + WINDOW_RATIOS[0] * IN_TREE_WINDOW
+        theirs = IN_TREE_FULL + DEFAULT_RATIO * IN_TREE_WINDOW
         name = f"{indexer} indexer keys"
         yield {"test": f"bytes a cached token, {name}", OURS: mine, IN_TREE: theirs, "unit": "B"}
         yield {"test": f"cached tokens per GB, {name}", OURS: 1e9 / mine, IN_TREE: 1e9 / theirs, "unit": "tokens"}
         fit = (64e9 - g.slot_bytes * 5 * RUNNING - g.tail_bytes(RUNNING)) / mine
-        rival = in_tree_tokens(int(64e9), WINDOW_RATIOS[0], RUNNING)
+        rival = in_tree_tokens(int(64e9), DEFAULT_RATIO, RUNNING)
         test = f"tokens that fit in 64 GB, {name}, no snapshots"
         yield {"test": test, OURS: int(fit), IN_TREE: rival, "unit": "tokens"}
         yield {"test": f"bytes a snapshot, {name}", OURS: g.slot_bytes, IN_TREE: None, "unit": "B"}
@@ -65,46 +67,30 @@ def rows_of_sizes(config: Path) -> Iterator[dict[str, Any]]:
 class Bench:
     """Starts servers, keeps rows.
 
+    base    what both servers have in common
     config  where the bytes of `chats` are taken from
     """
 
-    model: Path
+    base: GpuLaunch
     config: Path
     logs: Path
-    extra: tuple[str, ...]
-    mem_share: float
     repeats: int
     save: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self.vocabulary = vocabulary_of(self.model)
+        self.vocabulary = vocabulary_of(self.base.model)
         self.rows: list[dict[str, Any]] = []
         self.starts: dict[str, float] = {}
         self.profiles: dict[str, Any] = {}
 
-    def ours(self, pools: Pools, running: int) -> GpuLaunch:
-        return GpuLaunch(
-            self.model,
-            max_total_tokens=pools.tokens,
-            max_mamba_cache_size=pools.slots,
-            max_running_requests=running,
-            max_batch=running,
-            mem_share=self.mem_share,
-            extra_args=self.extra,
-        )
-
-    def theirs(self, tokens: int, ratio: float, running: int) -> GpuLaunch:
-        ours = self.ours(Pools(tokens, 0, 0), running)
-        return replace(ours, plugin=False, extra_args=(*self.extra, "--swa-full-tokens-ratio", str(ratio)))
-
     def chats(self, counts: list[int], ratios: list[float], scale: int) -> None:
         """Cached tokens of the later turns against the number of chats, in `scale` times the in-tree pool's bytes."""
-        budget = scale * in_tree_bytes(FULL_TOKENS, WINDOW_RATIOS[0], RUNNING)
+        budget = scale * in_tree_bytes(FULL_TOKENS, DEFAULT_RATIO, RUNNING)
         pools = pools_for(geometry(self.config), budget, RUNNING)
-        launches = {f"{OURS} x{scale}": self.ours(pools, RUNNING)}
+        launches = {f"{OURS} x{scale}": self.base.over(pools, RUNNING)}
         for ratio in ratios:
             tokens = in_tree_tokens(budget, ratio, RUNNING)
-            launches[f"in-tree x{scale} ratio {ratio}"] = self.theirs(tokens, ratio, RUNNING)
+            launches[f"in-tree x{scale} ratio {ratio}"] = self.base.in_tree(tokens, ratio, RUNNING)
         # No times are taken here, and many servers start faster without graphs.
         launches = {name: replace(launch, graphs=False) for name, launch in launches.items()}
         with together(launches, self.logs, self.starts) as servers, ThreadPoolExecutor(len(servers)) as pool:
@@ -117,8 +103,8 @@ class Bench:
         """Prefill, decode steps over one shared prefix, long conversations; on request kernel profiles."""
         running, tokens = max(batches), 2 * max(contexts) + 128 * 1024
         launches = {
-            OURS: self.ours(Pools(tokens, 5 * running + 256, 0), running),
-            IN_TREE: self.theirs(tokens, 0.3, running),
+            OURS: self.base.over(Pools(tokens, 5 * running + 256, 0), running),
+            IN_TREE: self.base.in_tree(tokens, 0.3, running),
         }
         with together(launches, self.logs, self.starts) as servers:
             clients = {name: server.client for name, server in servers.items()}
@@ -149,8 +135,8 @@ class Bench:
         """Decode steps where every request has its own context."""
         tokens = (context + 512) * batch
         launches = {
-            OURS: self.ours(Pools(tokens, 5 * batch + 128, 0), batch),
-            IN_TREE: self.theirs(tokens, WINDOW_RATIOS[0], batch),
+            OURS: self.base.over(Pools(tokens, 5 * batch + 128, 0), batch),
+            IN_TREE: self.base.in_tree(tokens, DEFAULT_RATIO, batch),
         }
         with together(launches, self.logs, self.starts) as servers:
             cell, times = decode.distinct_cell(servers, self.vocabulary, context, batch, self.repeats)
@@ -205,7 +191,8 @@ def main() -> int:
         """Rows are written as they come: a run that is stopped keeps what it measured."""
         write(bench, options)
 
-    bench = Bench(options.model, config, options.logs, extra, options.mem_share, options.repeats, save)
+    base = GpuLaunch(options.model, mem_share=options.mem_share, extra_args=extra)
+    bench = Bench(base, config, options.logs, options.repeats, save)
     try:
         run(bench, options)
     except ServerError as error:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rivals import GpuLaunch, card, text, together, vocabulary_of
+from rivals import GpuLaunch, Pools, card, text, together, vocabulary_of
 
 from sglang_dsv4.serving import Client, Server, ServerError
 
@@ -117,8 +117,7 @@ def swap(servers: dict[str, Server], lengths: list[int], steps: int, vocabulary:
 
 
 def arms(model: Path, moe: str, extra: tuple[str, ...]) -> dict[str, GpuLaunch]:
-    pools = GpuLaunch(model, max_total_tokens=200_000, max_running_requests=16, max_mamba_cache_size=200)
-    ours = KeyedLaunch(**{**vars(pools), "max_batch": 16, "moe": moe, "extra_args": extra})
+    ours = KeyedLaunch(model, moe=moe, extra_args=extra).over(Pools(200_000, 200, 0), 16)
     in_tree = replace(ours, plugin=False)
     return {
         REFERENCE: in_tree,
