@@ -56,13 +56,8 @@ class EvictionOrder:
     def ended(self, tree: Any, req: Any) -> None:
         """The request has its whole answer."""
         if (arrival := getattr(req, "_dsv4_arrival", None)) is not None:
-            chain, prompt = arrival.chain, req.origin_input_ids
-            # Only what is not hashed yet is copied, not the prompt.
-            begin, rest = len(chain) * tree.page_size, array("q")
-            text = array("q", [*prompt[begin:], *req.output_ids[max(0, begin - len(prompt)) :]])
-            extend_chain(rest, text, tree.page_size, chain[-1] if chain else _seed(req))
-            chain.extend(rest)
-            self.seen.passed(chain)
+            _extend(arrival, req, tree.page_size)
+            self.seen.passed(arrival.chain)
 
     def stands(self, tree: Any, req: Any, kind: str, *, snapshot: bool) -> None:
         """The request's text stands in the tree as far as its `last_node`, a place of that kind."""
@@ -73,7 +68,7 @@ class EvictionOrder:
         if arrival.model is not self.model:  # it was retracted, and then the tree was flushed
             arrival = req._dsv4_arrival = self.model.arrives(arrival.chain)
         if pages > len(arrival.chain):
-            extend_chain(arrival.chain, _text(req.full_untruncated_fill_ids), tree.page_size, _seed(req))
+            _extend(arrival, req, tree.page_size)
         if snapshot:
             self.seen.snapshot(arrival.chain[pages - 1])
         span = _span(tree, _path(tree, req.last_node))
@@ -123,6 +118,11 @@ class EvictionOrder:
                 return
             tree._evict_device_leaf(node, gone)
             above = path[:-1]
+
+
+def _extend(arrival: Arrival, req: Any, page: int) -> None:
+    """Hash the pages of the request's text, prompt and answer, that were not hashed yet."""
+    extend_chain(arrival.chain, _text(req.full_untruncated_fill_ids), page, _seed(req))
 
 
 def _text(tokens: Any) -> array[int]:
