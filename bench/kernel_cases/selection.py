@@ -82,14 +82,18 @@ WIDE_COLUMNS = CONTEXTS["1M"] // CSA_RATIO
 
 
 def wide_cases(device: torch.device) -> Iterator[Case]:
-    """Decode in a captured graph: rows of any length in a buffer as wide as the longest context."""
+    """Decode in a captured graph: rows of any length in a buffer as wide as the longest context.
+
+    Scores are drawn from a normal distribution, or bunch: 40 values side by side, and one far above.
+    """
     in_tree.load()
     module, reason = importable("sglang.kernels.ops.attention.dsv4.topk")
     for batch in (1, 16, 64):
-        for visible in (1024, 8192, 32768):
-            shape = f"k 512 batch {batch} visible {visible} in {WIDE_COLUMNS} columns"
-            if wanted("index_topk", shape):
-                yield _wide(512, batch, visible, shape, device, module, reason)
+        for visible in (1024, 8192, 32768, 32800):
+            for spread in ("", ", bunched") if visible > 8192 else ("",):
+                shape = f"k 512 batch {batch} visible {visible} in {WIDE_COLUMNS} columns{spread}"
+                if wanted("index_topk", shape):
+                    yield _wide(512, batch, visible, shape, device, module, reason)
 
 
 def _wide(topk: int, batch: int, visible: int, shape: str, device: torch.device, module: Any, reason: str) -> Case:
@@ -97,6 +101,10 @@ def _wide(topk: int, batch: int, visible: int, shape: str, device: torch.device,
     sets = max(4, min(16, sets_for(num_bytes), (4 << 30) // (batch * 4 * WIDE_COLUMNS)))
     meta = step(batch, visible * CSA_RATIO, device)
     scores = [torch.randn(batch, WIDE_COLUMNS, device=device) for _ in range(sets)]
+    if shape.endswith("bunched"):
+        for each in scores:
+            each.copy_(1.0 + torch.randint(0, 40, each.shape, device=device) * 2.0**-20)
+            each[:, 7] = 1e9
     lens = torch.full((batch,), visible, dtype=torch.int32, device=device)
     out = torch.empty(batch, topk, dtype=torch.int32, device=device)
     rival, rival_run, not_run = None, None, []

@@ -38,21 +38,10 @@ def index_topk(scores: Tensor, meta: StepMeta, *, topk: int, physical: bool) -> 
     return picked.int()
 
 
-def index_topk_cuda(
-    scores: Tensor,
-    meta: StepMeta,
-    *,
-    topk: int,
-    physical: bool,
-    keep_rows: bool = True,
-    short_rows: bool = True,
-) -> Tensor:
+def index_topk_cuda(scores: Tensor, meta: StepMeta, *, topk: int, physical: bool) -> Tensor:
     """CUDA face of `index_topk`: one launch, no workspace; selects the same sets as the reference.
 
-    Rows of at most 8,192 visible entries stand in registers (4,096 where the step has many tokens), unless
-    `short_rows` is False. Longer ones are kept in shared memory between passes, by a cluster of up to 8 blocks;
-    `keep_rows` False reads all rows again instead, which devices without clusters do for long ones. Columns past a
-    token's visible entries may be loaded, but nothing depends on them. NaN ranks below every number.
+    Columns past a token's visible entries may be loaded, but nothing depends on them. NaN ranks below every number.
     Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("index_topk")
@@ -64,7 +53,6 @@ def index_topk_cuda(
         raise check.fail("scores", f"{scores.shape[1]} columns wide", f"narrower than {MAX_WIDTH}")
     device = check.cuda()
     out = scores.new_empty((meta.num_tokens, topk), dtype=torch.int32)
-    way = -1 if not keep_rows else 0 if short_rows else 1024
     if meta.num_tokens:
-        jit.function("index_topk", "index_topk", device)(scores, out, physical, way, *fields)
+        jit.function("index_topk", "index_topk", device)(scores, out, physical, *fields)
     return out
