@@ -24,13 +24,12 @@ using namespace dsv4;
 constexpr int kList = 2048;
 constexpr int kMaxCluster = 8;
 constexpr int kCsaShift = 2;
-constexpr int kStep = 128;         // ids that a warp loads at once, four a lane
-constexpr int kSteps = 8;          // steps that a warp holds
-constexpr int kHeld = 4 * kSteps;  // scores that a thread holds
+constexpr int kStep = 128;  // ids that a warp loads at once, four a lane
+constexpr int kMostSteps = 8, kFewSteps = 2;  // steps that a warp holds of long rows, and of shorter ones
 constexpr unsigned kLowest = 0x007fffffu;  // ordered(-inf)
 
-template <int kThreads>
-constexpr int kBlockHolds = kThreads * kHeld;
+template <int kThreads, int kSteps = kMostSteps>
+constexpr int kBlockHolds = 4 * kThreads * kSteps;
 
 struct Params {
   StepMeta meta;
@@ -64,8 +63,7 @@ __device__ __forceinline__ int inclusive_sum(int value, int lane) {
 }
 
 struct Shared {
-  float list_score[kList];
-  int list_id[kList];
+  int list[kList];  // ids of survivors
   int values[2][32];
   unsigned lows[32], highs[32];
   int part_values[2][kMaxCluster];
@@ -160,63 +158,52 @@ struct Range {
   }
 };
 
-// Selects topk of n >= topk listed scores, of which a thread has `per` in a row, the first at threadIdx.x * per. The
-// k-th lies in `range`.
+// Selects topk of n >= topk listed scores, of which a thread has `per` in a row, the first at threadIdx.x * per; `key` is
+// ordered(score). The k-th lies in `range`.
 template <int kPer, typename Team>
-__device__ __forceinline__ void select_listed(const Params& p, Team& team, int token, int request, int n,
-                                              int per, const float (&score)[kPer], const int (&id)[kPer],
-                                              Range range) {
+__device__ __forceinline__ void select_listed(const Params& p, Team& team, int token, int request, int n, int per,
+                                              unsigned (&key)[kPer], const int (&id)[kPer], Range range) {
   const int lane = team.lane, topk = p.topk, first = static_cast<int>(threadIdx.x) * per;
-  unsigned held = 0;
   int stored[kPer];
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     const bool real = i < per && first + i < n;
-    held |= static_cast<unsigned>(real) << i;
-    stored[i] = id[i];  // under way while the search goes on
+    if (!real) key[i] = 0;  // below every number's
+    stored[i] = id[i];      // under way while the search goes on
     if (p.physical && real) stored[i] = static_cast<int>(p.meta.entry_row(request, id[i], kCsaShift));
   }
 
   int reach = n;  // that reach range.low
   while (reach > topk && range.open()) {
-    const float middle = from_ordered(range.middle());
+    const unsigned middle = range.middle();
     int count;
     if (per == 1) {
-      count = __syncthreads_count(held != 0 && score[0] >= middle);
+      count = __syncthreads_count(key[0] >= middle);
     } else {
       int own = 0;
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) own += (held >> i & 1) && score[i] >= middle;
+      for (int i = 0; i < kPer; ++i) own += key[i] >= middle;
       count = team.block_sum(own).total;
     }
     if (range.halve(count, topk)) reach = count;
   }
-  const float kth = from_ordered(range.low);
+  const unsigned kth = range.low;
   const int wanted = reach == topk ? topk : topk - range.above;  // of those that equal it, at most
 
   int own = 0;  // above it, and from bit 16 on equal to it
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    if (held >> i & 1) own += score[i] > kth ? 1 : score[i] == kth ? 1 << 16 : 0;
-  }
+  for (int i = 0; i < kPer; ++i) own += key[i] > kth ? 1 : key[i] == kth ? 1 << 16 : 0;
   const int upto = inclusive_sum(own, lane);
-  const int of_warp = __shfl_sync(kFullMask, upto, 31);
-  Shared& shared = team.shared;
-  team.turn ^= 1;
-  if (lane == 0) shared.values[team.turn][team.warp] = of_warp;
-  __syncthreads();
-  const int of_lower = lane < team.warp ? shared.values[team.turn][lane] : 0;
-  const int before = __reduce_add_sync(kFullMask, of_lower) + upto - own;
+  const int before = team.block_sum(own).before + upto - own;
   int higher = before & 0xffff, equal = before >> 16;
   int32_t* const out = p.out + static_cast<int64_t>(token) * topk;
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
-    if (!(held >> i & 1) || score[i] < kth) continue;
     const int place = higher + min(equal, wanted);
-    if (score[i] > kth) {
+    if (key[i] > kth) {
       out[place] = stored[i];
       ++higher;
-    } else {
+    } else if (key[i] == kth) {
       if (equal < wanted) out[place] = stored[i];
       ++equal;
     }
@@ -224,14 +211,15 @@ __device__ __forceinline__ void select_listed(const Params& p, Team& team, int t
 }
 
 // A part of a row: the scores of ids begin .. stop - 1, of which each warp has a run of `steps` steps.
-template <int kThreads>
+template <int kSteps>
 struct RowPart {
+  static constexpr int kHeld = 4 * kSteps;  // scores that a thread holds
   const float* row;
   int begin, stop, steps;
   int lane;
   bool aligned;
 
-  // Loads the lane's scores of steps `first` to first + 7 of its warp's run, -inf where there is none; bit i of the
+  // Loads the lane's scores of kSteps steps of its warp's run from `first` on, -inf where there is none; bit i of the
   // result says that score i is one of the row's.
   __device__ __forceinline__ unsigned load(int first, float (&v)[kHeld]) const {
     unsigned real = 0;
@@ -266,12 +254,14 @@ struct RowPart {
 };
 
 // Bits of the scores that reach a bound, and of those that equal it.
+template <int kHeld>
 __device__ __forceinline__ unsigned reaching(const float (&v)[kHeld], float bound) {
   unsigned mask = 0;
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) mask |= static_cast<unsigned>(v[i] >= bound) << i;
   return mask;
 }
+template <int kHeld>
 __device__ __forceinline__ unsigned equalling(const float (&v)[kHeld], float bound) {
   unsigned mask = 0;
 #pragma unroll
@@ -280,6 +270,7 @@ __device__ __forceinline__ unsigned equalling(const float (&v)[kHeld], float bou
 }
 
 // A byte a step: how many of the warp's marked scores stand in that step, and how many of those before this lane's.
+template <int kSteps>
 struct StepCounts {
   unsigned long long totals, lower;
 
@@ -304,8 +295,9 @@ struct StepCounts {
 
 // Of the marked scores those whose rank, counted on from `before` in the order of ids, is below `limit`. Moves `before`
 // behind the warp's last one.
+template <int kSteps>
 __device__ __forceinline__ unsigned first_marked(unsigned mask, int limit, int lane, int& before) {
-  const StepCounts counts(mask, lane);
+  const StepCounts<kSteps> counts(mask, lane);
   unsigned kept = 0;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -323,16 +315,17 @@ __device__ __forceinline__ unsigned first_marked(unsigned mask, int limit, int l
 
 // From the scores of a row of more than kList entries to the list of those that may be selected. With kOnce a block's
 // part of the row fits its registers and is loaded once, else in each pass.
-template <int kThreads, bool kOnce, bool kClustered>
+template <int kThreads, int kSteps, bool kOnce, bool kClustered>
 struct Survivors {
   using Team = ::Team<kThreads, kClustered>;
+  using Row = RowPart<kSteps>;
   Team& team;
-  const RowPart<kThreads>& row;
+  const Row& row;
   const int topk, rounds;
-  float v[kHeld];
+  float v[Row::kHeld];
   unsigned real;
 
-  __device__ __forceinline__ Survivors(Team& team, const RowPart<kThreads>& row, int topk)
+  __device__ __forceinline__ Survivors(Team& team, const Row& row, int topk)
       : team(team), row(row), topk(topk), rounds(kOnce ? 1 : (row.steps + kSteps - 1) / kSteps) {
     if (kOnce) real = row.load(0, v);
   }
@@ -350,22 +343,27 @@ struct Survivors {
     for (int round = 0; round < rounds; ++round) {
       load(round);
       held += __popc(real);
+      if (pairs) {
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        if (pairs) second = fmaxf(second, fminf(high, v[i]));
-        high = fmaxf(high, v[i]);
+        for (int i = 0; i < Row::kHeld; ++i) {
+          second = fmaxf(second, fminf(high, v[i]));
+          high = fmaxf(high, v[i]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < Row::kHeld; ++i) high = fmaxf(high, v[i]);
       }
     }
     const int own = min(held, pairs ? 2 : 1);
-    const float lowest = own > 1 ? second : high;
-    Range range = {own ? ordered(lowest) : 0xffffffffu, ordered(high)};
+    const unsigned high_key = ordered(high), second_key = ordered(second);
+    Range range = {own > 1 ? second_key : own ? high_key : 0xffffffffu, high_key};
     team.extremes(range.low, range.high);
     unsigned highest = range.high;
     if (team.block_sum(own).total < share) range.low = kLowest;
     while (range.open()) {
-      const float middle = from_ordered(range.middle());
-      int count = __syncthreads_count(high >= middle);
-      if (pairs) count += __syncthreads_count(second >= middle);
+      const unsigned middle = range.middle();
+      int count = __syncthreads_count(high_key >= middle);
+      if (pairs) count += __syncthreads_count(second_key >= middle);
       if (range.halve(count, share) && count <= share + share / 8) break;
     }
     team.part_extremes(range.low, highest);
@@ -394,7 +392,7 @@ struct Survivors {
 
   // Lists the marked scores from place `at` of the first block's list on; moves `at` behind the warp's last one.
   __device__ __forceinline__ void list(unsigned mask, int round, int& at) {
-    const StepCounts counts(mask, team.lane);
+    const StepCounts<kSteps> counts(mask, team.lane);
     Shared& shared = team.shared;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -404,12 +402,9 @@ struct Survivors {
         if (!(mask >> i & 1)) continue;
         const int id = row.id(kSteps * round, i);
         if constexpr (kClustered) {
-          const auto first = [&](const void* cell) { return hopper::cluster_address(shared_address(cell), 0); };
-          hopper::cluster_store(first(&shared.list_score[place]), __float_as_int(v[i]));
-          hopper::cluster_store(first(&shared.list_id[place]), id);
+          hopper::cluster_store(hopper::cluster_address(shared_address(&shared.list[place]), 0), id);
         } else {
-          shared.list_score[place] = v[i];
-          shared.list_id[place] = id;
+          shared.list[place] = id;
         }
         ++place;
       }
@@ -421,7 +416,7 @@ struct Survivors {
   __device__ __forceinline__ void list_crowded(float kth, int wanted) {
     const auto mark = [&](int& equals) {
       const unsigned equal = equalling(v, kth) & real;
-      return (reaching(v, kth) & real & ~equal) | first_marked(equal, wanted, team.lane, equals);
+      return (reaching(v, kth) & real & ~equal) | first_marked<kSteps>(equal, wanted, team.lane, equals);
     };
     int own = 0;
     for (int round = 0; round < rounds; ++round) {
@@ -491,22 +486,22 @@ __device__ __forceinline__ void select_short(const Params& p, Team& team, int to
   constexpr int kPer = kList / kThreads;
   const int per = visible > kThreads ? kPer : 1, first = static_cast<int>(threadIdx.x) * per;
   const float* const row = p.scores + token * p.stride;
-  float score[kPer];
+  unsigned key[kPer];
   int id[kPer];
   Range range = {0xffffffffu, 0u};
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     id[i] = first + i;
     const bool real = i < per && id[i] < visible;
-    score[i] = number(per == 1 ? early : real ? row[id[i]] : 0.0f);
-    if (real) range = {min(range.low, ordered(score[i])), max(range.high, ordered(score[i]))};
+    key[i] = ordered(number(per == 1 ? early : real ? row[id[i]] : 0.0f));
+    if (real) range = {min(range.low, key[i]), max(range.high, key[i])};
   }
   team.extremes(range.low, range.high);
-  select_listed<kPer>(p, team, token, request, visible, per, score, id, range);
+  select_listed<kPer>(p, team, token, request, visible, per, key, id, range);
 }
 
 // A longer row.
-template <int kThreads, bool kOnce, bool kClustered>
+template <int kThreads, int kSteps, bool kOnce, bool kClustered>
 __device__ __forceinline__ void select_long(const Params& p, Team<kThreads, kClustered>& team, int token, int request,
                                             int visible) {
   constexpr int kPer = kList / kThreads;
@@ -514,21 +509,20 @@ __device__ __forceinline__ void select_long(const Params& p, Team<kThreads, kClu
   const int share = ((visible + team.parts() - 1) / team.parts() + kStep - 1) / kStep * kStep;
   const int begin = min(team.part * share, visible), stop = min(begin + share, visible);
   const int steps = (stop - begin + kStep * team.kWarps - 1) / (kStep * team.kWarps);
-  const RowPart<kThreads> row = {p.scores + token * p.stride, begin, stop, steps, team.lane, p.aligned};
+  const RowPart<kSteps> row = {p.scores + token * p.stride, begin, stop, steps, team.lane, p.aligned};
   Range range;
-  const int n = Survivors<kThreads, kOnce, kClustered>(team, row, p.topk).list_all(range);
+  const int n = Survivors<kThreads, kSteps, kOnce, kClustered>(team, row, p.topk).list_all(range);
   if (team.part > 0) return;
 
   const int per = n > kThreads ? kPer : 1, first = static_cast<int>(threadIdx.x) * per;
-  float score[kPer];
+  unsigned key[kPer];
   int id[kPer];
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
-    const bool real = i < per && first + i < n;
-    score[i] = real ? team.shared.list_score[first + i] : 0.0f;
-    id[i] = real ? team.shared.list_id[first + i] : 0;
+    id[i] = i < per && first + i < n ? team.shared.list[first + i] : 0;
+    key[i] = ordered(number(row.row[id[i]]));
   }
-  select_listed<kPer>(p, team, token, request, n, per, score, id, range);
+  select_listed<kPer>(p, team, token, request, n, per, key, id, range);
 }
 
 // A block or, with kClustered, a cluster a row. With kLong a block's part may be longer than the block holds.
@@ -550,10 +544,12 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     select_all<kThreads>(p, token, request, visible);
   } else if (visible <= kList) {
     select_short<kThreads>(p, team, token, request, visible, early);
+  } else if (visible <= kBlockHolds<kThreads, kFewSteps>) {
+    select_long<kThreads, kFewSteps, true>(p, team, token, request, visible);
   } else if (!kLong || visible <= kBlockHolds<kThreads> * parts) {
-    select_long<kThreads, true, kClustered>(p, team, token, request, visible);
+    select_long<kThreads, kMostSteps, true>(p, team, token, request, visible);
   } else {
-    select_long<kThreads, false, kClustered>(p, team, token, request, visible);
+    select_long<kThreads, kMostSteps, false>(p, team, token, request, visible);
   }
 }
 
@@ -584,10 +580,13 @@ void index_topk(TensorView scores, TensorView out, bool physical, DSV4_META_PARA
   } else if (p.width <= kBlockHolds<1024>) {
     launch_topk<1024, false, false>(out, p, 1);
   } else {
-    // As many blocks a row as still run at once. A buffer is as wide as a captured graph's longest context, while most
-    // rows may be short.
+    // As many blocks a row as still run at once; of larger clusters fewer fit. A buffer is as wide as a captured graph's
+    // longest context, while most rows may be short.
     int cluster = 1;
-    while (DSV4_ARCH == 90 && cluster < kMaxCluster && 2 * cluster * tokens <= blocks) cluster *= 2;
+    if (DSV4_ARCH == 90) {
+      if (2 * tokens <= blocks) cluster = 2;
+      while (cluster > 1 && cluster < kMaxCluster && 2 * cluster * tokens <= blocks * 3 / 4) cluster *= 2;
+    }
     if (cluster > 1) {
       launch_topk<1024, true, true>(out, p, cluster);
     } else {
