@@ -24,6 +24,9 @@ from sglang_dsv4.serving import Client, Server, ServerError
 
 WINDOWS = 3  # log lines of a run that count; the first one holds the prefill
 _LINE = re.compile(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s\): ([0-9.]+)")
+_DRAFTED = re.compile(
+    r"Decode batch.*#running-req: (\d+),.*accept len: ([0-9.]+),.*gen throughput \(token/s\): ([0-9.]+)"
+)
 PROFILED_STEPS = 8
 
 
@@ -56,6 +59,30 @@ def step_times(log: Path, begin: int, batch: int) -> list[float]:
         file.seek(begin)
         lines = _LINE.findall(file.read().decode(errors="replace"))
     return [int(running) / float(rate) * 1e3 for running, rate in lines if int(running) == batch]
+
+
+def drafted_steps(server: Server, prompts: list[list[int]], steps: int) -> list[dict[str, float]]:
+    """What a server with draft tokens logs of a decode batch: milliseconds a step, tokens a step and a second.
+
+    Raises ServerError where the log has no such line.
+    """
+    before = server.log.stat().st_size
+    batch_seconds(server.client, prompts, steps)
+    with server.log.open("rb") as file:
+        file.seek(before)
+        lines = _DRAFTED.findall(file.read().decode(errors="replace"))
+    found = [
+        {
+            "step_ms": round(int(running) * float(accepted) / float(rate) * 1e3, 3),
+            "tokens_a_step": float(accepted),
+            "tokens_a_second": float(rate),
+        }
+        for running, accepted, rate in lines
+        if int(running) == len(prompts)
+    ][1:]
+    if not found:
+        raise ServerError(f"{server.log} has no decode steps of {len(prompts)} requests with draft tokens")
+    return found
 
 
 def alternated(servers: dict[str, Server], prompts: list[list[int]], repeats: int) -> dict[str, list[float]]:

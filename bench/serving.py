@@ -36,6 +36,7 @@ from rivals import (
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
+    text,
     together,
     vocabulary_of,
 )
@@ -44,7 +45,12 @@ from sglang_dsv4.serving import Server, ServerError
 
 OURS, IN_TREE = "ours", "in_tree"
 SIDE_BY_SIDE = ("prefill", "decode", "long")  # served by one pair of servers
-TESTS = ("sizes", *SIDE_BY_SIDE, "distinct", "chats")
+TESTS = ("sizes", *SIDE_BY_SIDE, "distinct", "chats", "drafts")
+# In-tree with its multi-token prediction: one draft token a step.
+DRAFTS = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"),
+)
 
 
 def rows_of_sizes(config: Path) -> Iterator[dict[str, Any]]:
@@ -142,6 +148,23 @@ class Bench:
             cell, times = decode.distinct_cell(servers, self.vocabulary, context, batch, self.repeats)
             self.pair(f"decode step, {cell}", times, "ms")
 
+    def drafts(self, context: int, batches: list[int]) -> None:
+        """Decode steps of the in-tree server with multi-token prediction, which ours has not."""
+        running = max(batches)
+        launch = self.base.in_tree(context + 64 * 1024, 0.3, running)
+        launch = replace(launch, extra_args=(*launch.extra_args, *DRAFTS))
+        with together({"in_tree with drafts": launch}, self.logs, self.starts) as servers:
+            (server,) = servers.values()
+            server.client.generate(text(f"prefix {context}", context, self.vocabulary), 1, logprobs=False)
+            for batch in batches:
+                prompts = decode.shared_prompts(context, batch, self.vocabulary)
+                found = decode.drafted_steps(server, prompts, 200)
+                test = f"decode step with 1 draft token, {batch} x {context} shared"
+                middle = {key: statistics.median(one[key] for one in found) for key in found[0]}
+                self.rows.append({"test": test, OURS: None, IN_TREE: middle, "unit": "ms, tokens"})
+                self.save()
+                print(f"  {test}: {middle}", flush=True)
+
     def pair(self, test: str, values: dict[str, list[float]], unit: str) -> None:
         a, b = statistics.median(values[OURS]), statistics.median(values[IN_TREE])
         self.rows.append({"test": test, OURS: a, IN_TREE: b, "ratio": round(a / b, 4), "unit": unit, "all": values})
@@ -212,6 +235,8 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
         for cell in options.own:
             batch, context = (int(part) for part in cell.split("x"))
             bench.distinct(context, batch)
+    if "drafts" in options.only:
+        bench.drafts(min(options.contexts), options.batches)
     if "chats" in options.only:
         for scale in options.scale:
             bench.chats(options.chats, options.ratios, scale)
