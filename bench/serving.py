@@ -107,7 +107,7 @@ class Bench:
 
     def side_by_side(self, tests: set[str], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
         """Prefill, decode steps over one shared prefix, long conversations; on request kernel profiles."""
-        running, tokens = max(batches), 2 * max(contexts) + 128 * 1024
+        running, tokens = max(batches), 2 * max(contexts) + 256 * 1024
         launches = {
             OURS: self.base.over(Pools(tokens, 5 * running + 256, 0), running),
             IN_TREE: self.base.in_tree(tokens, 0.3, running),
