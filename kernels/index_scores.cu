@@ -10,6 +10,7 @@
 //              queries past them; `make_images` wrote those once.
 #include "dsv4/check.h"
 #include "dsv4/scores_few.cuh"
+#include "dsv4/scores_shared.cuh"
 
 namespace {
 
@@ -181,7 +182,13 @@ void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool 
     shape.block = dim3(kFewThreads);
     shape.dynamic_smem = kFewShared<Layout, kHopper>;
     shape.overlap = true;
-    if (tokens > 0) launch(anchor, shape, score_few<Layout, kHopper>, p);
+    if constexpr (kHopper) {
+      if (p.plan.members != nullptr) {
+        launch(anchor, shape, score_planned<Layout>, p);
+        return;
+      }
+    }
+    launch(anchor, shape, score_few<Layout, kHopper>, p);
     return;
   }
   shape.grid = dim3(p.meta.num_tokens);
@@ -194,9 +201,10 @@ void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool 
 
 template <typename Layout>
 void score(const TensorView& q, const TensorView& weights, const TensorView& keys, const TensorView& out,
-           const TensorView& images, const TensorView& image_weights, const StepMeta& meta, bool hopper) {
+           const TensorView& images, const TensorView& image_weights, const StepMeta& meta, const ScorePlan& plan, bool hopper) {
   ScoreParams<Layout> p = {};
   p.meta = meta;
+  p.plan = plan;
   p.keys = make_pool<Layout>(keys);
   p.q = data_of<const void>(q);
   p.weights = data_of<const float>(weights);
@@ -217,15 +225,20 @@ void score(const TensorView& q, const TensorView& weights, const TensorView& key
   }
 }
 
-// `images` and `image_weights` hold no rows where each request has few tokens.
+// `images` and `image_weights` hold no rows where each request has few tokens, a plan none where there is no plan.
 void index_scores(TensorView q, TensorView weights, TensorView keys, TensorView out, TensorView images,
-                  TensorView image_weights, bool fp4, bool hopper, DSV4_META_PARAMS) {
+                  TensorView image_weights, TensorView cost_before, TensorView shared, TensorView members, bool fp4,
+                  bool hopper, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
   const StepMeta meta = DSV4_META;
+  const bool planned = members.size(0) > 0;
+  const ScorePlan plan = {planned ? data_of<const int32_t>(cost_before) : nullptr,
+                          planned ? data_of<const int32_t>(shared) : nullptr,
+                          planned ? data_of<const int32_t>(members) : nullptr};
   if (fp4) {
-    score<IndexFp4>(q, weights, keys, out, images, image_weights, meta, hopper);
+    score<IndexFp4>(q, weights, keys, out, images, image_weights, meta, plan, hopper);
   } else {
-    score<IndexFp8>(q, weights, keys, out, images, image_weights, meta, hopper);
+    score<IndexFp8>(q, weights, keys, out, images, image_weights, meta, plan, hopper);
   }
 }
 

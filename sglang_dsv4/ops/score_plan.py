@@ -5,6 +5,7 @@ Made once a step for all its layers. Reads owners and positions of tokens and th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -47,22 +48,28 @@ class ScorePlan:
     scratch: Tensor
 
     @classmethod
-    def allocate(cls, requests: int, device: torch.device) -> ScorePlan | None:
-        """For `requests` requests; None above 1,024 of them, which are scored as a prefill is."""
-        if requests > PLAN_REQUESTS:
-            return None
+    def allocate(cls, requests: int, device: torch.device) -> ScorePlan:
+        """For at most `requests` requests, and at most 1,024 of them: more are scored as a prefill is."""
+        requests = min(requests, PLAN_REQUESTS)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(ints(requests + 1), ints(requests), ints(requests, GROUP_MEMBERS), ints(requests, 3))
 
-    def first(self, requests: int) -> ScorePlan:
-        """Views of the first `requests` of them."""
+    @staticmethod
+    @functools.cache
+    def none(device: torch.device) -> ScorePlan:
+        """What stands for no plan in a kernel's arguments."""
+        empty = torch.empty(0, dtype=torch.int32, device=device)
+        return ScorePlan(empty, empty, empty, empty)
+
+    def first(self, requests: int) -> ScorePlan | None:
+        """Views of the first `requests` of them; None for more than there are."""
+        if requests > self.shared.shape[0]:
+            return None
         part = slice(requests)
-        return ScorePlan(
-            self.cost_before[: requests + 1], self.shared[part], self.members[part], self.scratch[part]
-        )
+        return ScorePlan(self.cost_before[: requests + 1], self.shared[part], self.members[part], self.scratch[part])
 
 
 def score_plan(out: ScorePlan, meta: StepMeta) -> None:

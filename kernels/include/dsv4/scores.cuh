@@ -109,6 +109,17 @@ __device__ __forceinline__ void multiply(const KeyShare<Layout>& key, unsigned i
   }
 }
 
+__device__ __forceinline__ void store_if(float* at, float value, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p st.global.f32 [%0], %1;\n"
+      "}" ::"l"(at),
+      "f"(value), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 // `out` is the token's row of scores.
 __device__ __forceinline__ void store_scores(float* out, int visible, int first, int lane, const float (&sum)[2],
                                              const float (&factor)[2]) {

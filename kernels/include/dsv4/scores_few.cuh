@@ -19,17 +19,14 @@ constexpr int kFewShared =
     kImageBytes<kHopper> + kFewTeams * kFewStages<Layout, kHopper> * KeyShare<Layout>::kStageBytes + 1024;
 
 // Where a block of kFewThreads keeps what it works with.
-template <typename Layout>
 struct FewBlock {
   uint8_t* image;       // of kImageBytes; the teams' stages stand behind it
   float* weights;       // [kMaxHeads]
   unsigned* page_rows;  // [kFewPages]
   unsigned image_address;
   int lane, block_warp, team, warp;
-  typename KeyShare<Layout>::Places places;
 
-  template <bool kHopper>
-  __device__ __forceinline__ void start(uint8_t* raw_shared, float* weights_at, unsigned* page_rows_at) {
+  __device__ __forceinline__ FewBlock(uint8_t* raw_shared, float* weights_at, unsigned* page_rows_at) {
     lane = threadIdx.x & 31;
     block_warp = threadIdx.x >> 5;
     team = block_warp >> 2;
@@ -38,8 +35,6 @@ struct FewBlock {
     weights = weights_at;
     page_rows = page_rows_at;
     image_address = shared_address(image);
-    const int stages = team * kFewStages<Layout, kHopper> * KeyShare<Layout>::kStageBytes;
-    places.start(image_address + kImageBytes<kHopper> + stages, warp, lane);
   }
 };
 
@@ -51,16 +46,17 @@ __device__ __forceinline__ int tiles_at_once(int tile, int rows_shift) {
 
 // Scores of `block_count` tiles of one token from `token_tile` on, at most tiles_at_once() of them.
 template <typename Layout, bool kHopper>
-__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock<Layout>& block, int token,
+__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock& block, int token,
                                             int request, int visible, int token_tile, int block_count) {
   constexpr int kStages = kFewStages<Layout, kHopper>, kStageBytes = KeyShare<Layout>::kStageBytes;
   constexpr int kWarps = kFewThreads / 32;
   const int lane = block.lane, block_warp = block.block_warp, team = block.team, warp = block.warp;
-  const auto& places = block.places;
   uint8_t* const image = block.image;
   float* const weights = block.weights;
   unsigned* const page_rows = block.page_rows;
   const unsigned image_address = block.image_address;
+  typename KeyShare<Layout>::Places places;
+  places.start(image_address + kImageBytes<kHopper> + team * kStages * kStageBytes, warp, lane);
   const int rows_shift = p.meta.page_shift - kCsaShift;
   const int first_page = token_tile * kKeyTile >> rows_shift;
   const int first_tile = token_tile + team;  // the team's; it takes every kFewTeams-th
@@ -196,8 +192,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
   grid_dependency_launch();
   grid_dependency_wait();
   const int lane = threadIdx.x & 31, block_warp = threadIdx.x >> 5;
-  FewBlock<Layout> block;
-  block.template start<kHopper>(raw_shared, weights, page_rows);
+  const FewBlock block(raw_shared, weights, page_rows);
 
   // Tiles before each token: a block-wide prefix sum, kFewTokens / kFewThreads tokens a thread.
   constexpr int kPerThread = kFewTokens / kFewThreads;
