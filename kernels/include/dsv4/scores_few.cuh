@@ -38,6 +38,14 @@ struct FewBlock {
   }
 };
 
+template <typename Layout, bool kHopper>
+__device__ __forceinline__ typename KeyShare<Layout>::Places few_places(const FewBlock& block) {
+  typename KeyShare<Layout>::Places places;
+  const int stages = block.team * kFewStages<Layout, kHopper> * KeyShare<Layout>::kStageBytes;
+  places.start(block.image_address + kImageBytes<kHopper> + stages, block.warp, block.lane);
+  return places;
+}
+
 // Tiles of a query from `tile` on whose pages a block looks up at a time.
 __device__ __forceinline__ int tiles_at_once(int tile, int rows_shift) {
   const int first_page = tile * kKeyTile >> rows_shift;
@@ -46,8 +54,9 @@ __device__ __forceinline__ int tiles_at_once(int tile, int rows_shift) {
 
 // Scores of `block_count` tiles of one token from `token_tile` on, at most tiles_at_once() of them.
 template <typename Layout, bool kHopper>
-__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock& block, int token,
-                                            int request, int visible, int token_tile, int block_count) {
+__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock& block,
+                                            const typename KeyShare<Layout>::Places& places, int token, int request,
+                                            int visible, int token_tile, int block_count) {
   constexpr int kStages = kFewStages<Layout, kHopper>, kStageBytes = KeyShare<Layout>::kStageBytes;
   constexpr int kWarps = kFewThreads / 32;
   const int lane = block.lane, block_warp = block.block_warp, team = block.team, warp = block.warp;
@@ -55,8 +64,6 @@ __device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const 
   float* const weights = block.weights;
   unsigned* const page_rows = block.page_rows;
   const unsigned image_address = block.image_address;
-  typename KeyShare<Layout>::Places places;
-  places.start(image_address + kImageBytes<kHopper> + team * kStages * kStageBytes, warp, lane);
   const int rows_shift = p.meta.page_shift - kCsaShift;
   const int first_page = token_tile * kKeyTile >> rows_shift;
   const int first_tile = token_tile + team;  // the team's; it takes every kFewTeams-th
@@ -193,6 +200,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
   grid_dependency_wait();
   const int lane = threadIdx.x & 31, block_warp = threadIdx.x >> 5;
   const FewBlock block(raw_shared, weights, page_rows);
+  const auto places = few_places<Layout, kHopper>(block);
 
   // Tiles before each token: a block-wide prefix sum, kFewTokens / kFewThreads tokens a thread.
   constexpr int kPerThread = kFewTokens / kFewThreads;
@@ -250,7 +258,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
     while (tiles_before[token + 1] <= tile) ++token;
     const int token_tile = tile - tiles_before[token];
     const int count = min(min(end, tiles_before[token + 1]) - tile, tiles_at_once(token_tile, rows_shift));
-    score_tiles<Layout, kHopper>(p, block, token, request_of[token], visible_of[token], token_tile, count);
+    score_tiles<Layout, kHopper>(p, block, places, token, request_of[token], visible_of[token], token_tile, count);
     tile += count;
   }
 }

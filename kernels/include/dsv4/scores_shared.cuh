@@ -423,8 +423,8 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_planned(const __grid_con
     const FewBlock block(raw_shared, group.weights[0], page_rows);
     if (pass.first < pass.last) {
       if (pass.alone) {
-        score_tiles<Layout, true>(p, block, pass.token, pass.token, visible_of[pass.token], pass.first,
-                                  pass.last - pass.first);
+        score_tiles<Layout, true>(p, block, few_places<Layout, true>(block), pass.token, pass.token,
+                                  visible_of[pass.token], pass.first, pass.last - pass.first);
       } else {
         score_group(p, block, group, pass.first, pass.last);
       }
