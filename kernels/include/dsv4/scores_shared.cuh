@@ -11,7 +11,7 @@
 namespace dsv4 {
 
 constexpr int kGroupItems = kFewPages / 2;  // tiles of a group whose rows a block looks up at a time, two a tile
-constexpr int kImageBatch = 2;              // queries that a warp loads heads of at a time
+constexpr int kImageBatch = 4;              // queries that a warp loads heads of at a time
 
 // Images take the place of stages: a tile lasts longer here.
 template <typename Layout>
@@ -222,6 +222,7 @@ struct GroupPass {
 #pragma unroll
     for (int s = 0; s < 4; ++s) hopper::wgmma_e4m3_64x64x32(dots, a[s], hopper::panel_at(start + 2 * s), s > 0);
     hopper::wgmma_commit();
+    __syncwarp();  // else the compiler spreads the four of them over the sums that follow
   }
 
   __device__ __forceinline__ void collect(Collected<kHalf>& result) {
@@ -308,6 +309,14 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
   const int low = first < shared ? 0 : group.owner(first - shared);
   const int high = first < shared ? group.count - 1 : group.owner(last - 1 - shared);
 
+  HeadShare<Layout> heads[kImageBatch];
+  const auto load = [&](int member) {
+#pragma unroll
+    for (int i = 0; i < kImageBatch; ++i) {
+      heads[i].load(p, group.request[min(member + i, high)], block_warp, lane);
+    }
+  };
+  load(low);
   __syncthreads();  // the last rows and the last images have been read
   for (int i = threadIdx.x; i < items; i += kFewThreads) {
     const int own = first + i - shared, member = own < 0 ? 0 : group.owner(own);
@@ -327,17 +336,16 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
   GroupPass<Layout> pass(p, block, group, items);
   pass.start_copies();
 #pragma unroll 1
-  for (int member = low; member <= high; member += kImageBatch) {
-    HeadShare<Layout> heads[kImageBatch];
+  for (int member = low;;) {
 #pragma unroll
     for (int i = 0; i < kImageBatch; ++i) {
-      heads[i].load(p, group.request[min(member + i, high)], block_warp, lane);
+      const int to = min(member + i, high);  // the last one again: the same bytes
+      uint8_t* const image = block.image + to * kImageBytes<true>;
+      heads[i].template write<kHalf>(image, group.weights[to], p.q_bf16, block_warp, lane);
     }
-#pragma unroll
-    for (int i = 0; i < kImageBatch; ++i) {
-      const int to = min(member + i, high);  // the last one twice: the same bytes
-      heads[i].template write<kHalf>(block.image + to * kImageBytes<true>, group.weights[to], p.q_bf16, block_warp, lane);
-    }
+    member += kImageBatch;
+    if (member > high) break;
+    load(member);
   }
   hopper::fence_async_shared();
   __syncthreads();
