@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
   }
 
   const int count = last_token - first_token;
+  const int first_position = static_cast<int>(p.meta.positions[first_token]) + 1;
   const auto fetch = [&](int i) {
     if (i < count) {
       const int64_t token = first_token + i;
@@ -126,11 +127,14 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
     if constexpr (kHopper) hopper::fence_async_shared();
     __syncthreads();
     fetch(i + kStages - 1);  // into the stage that every warp has left
-    const int token = first_token + i, visible = p.visible(token);
+    const int token = first_token + i;
+    // As positions ascend by one: two loads, one behind the other, would stand between the products.
+    const int visible = min((first_position + i) >> kCsaShift, p.max_entries);
     float* const out = p.out + token * p.out_stride;
     const unsigned image = base + (i % kStages) * kStage;
     const float* weights = reinterpret_cast<const float*>(aligned + (i % kStages) * kStage + kImage);
     if constexpr (kHopper) {
+      const unsigned start = hopper::panel_start(image);
       float dots[kManyTiles][32];
       hopper::wgmma_registers(dots[0]);
       hopper::wgmma_registers(dots[1]);
@@ -139,10 +143,11 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
       for (int t = 0; t < kManyTiles; ++t) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-          hopper::wgmma_e4m3_64x64x32(dots[t], a[t][s], hopper::panel_descriptor(image + 32 * s), s > 0);
+          hopper::wgmma_e4m3_64x64x32(dots[t], a[t][s], hopper::panel_at(start + 2 * s), s > 0);
         }
         hopper::wgmma_commit();
       }
+      __syncwarp();  // else the compiler spreads the products over what follows
       float weight[16];
       load_weights(weights, lane, weight);
       const auto finish = [&](const float(&dot)[32], int t) {
