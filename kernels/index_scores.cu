@@ -5,7 +5,8 @@
 //
 // `score_few`  few queries a request (decode): the tiles of all queries, one after another, are cut into equal ranges,
 //              one a block, so that mixed lengths balance and a block meets one or two queries. Nothing is known on the
-//              host but the number of tokens.
+//              host but the number of tokens. In dsv4/scores_few.cuh.
+// `score_planned`  the same where a plan says which requests share pages (Hopper). In dsv4/scores_shared.cuh.
 // `score_many` many queries a request (prefill): a block holds 256 keys in registers and streams the images of its
 //              queries past them; `make_images` wrote those once.
 #include "dsv4/check.h"
