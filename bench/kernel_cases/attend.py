@@ -141,30 +141,54 @@ def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep
     def run(i: int) -> Tensor:
         return index_scores_cuda(q[i], weights[i], pools[i], metas[i], codec=codec, max_entries=entries)
 
-    rival, rival_run, not_run = "deep_gemm.fp8_paged_mqa_logits", None, []
+    not_run: list[str] = []
+    rival_run = paged_logits(deep_gemm, reason, layout, pools, q, weights, entries, False, not_run)
+    flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
+    shape = _scores_shape(layout, batch, name)
+    return Case("index_scores", shape, num_bytes, run, sets, flops, PAGED_LOGITS, rival_run, not_run=not_run)
+
+
+PAGED_LOGITS = "deep_gemm.fp8_paged_mqa_logits"
+
+
+def paged_logits(
+    deep_gemm: Any,
+    reason: str,
+    layout: RowLayout,
+    pools: list[Tensor],
+    q: list[Tensor],
+    weights: list[Tensor],
+    entries: int,
+    shared: bool,
+    not_run: list[str],
+) -> Callable[[int], Tensor] | None:
+    """The in-tree scoring: FP8 keys in blocks of 64 rows, each request's own or (`shared`) the same for all.
+
+    On MXFP4 keys it is given as many FP8 ones. What a step's layers share, its plan, is made outside. None where it
+    does not run; `not_run` then says why.
+    """
+    batch, device = q[0].shape[0], q[0].device
     try:
         if deep_gemm is None:
             raise ImportError(reason)
-        # The in-tree scoring: FP8 keys in blocks of 64 rows. On MXFP4 keys it is given as many FP8 ones. What a step's
-        # layers share, its plan, is made outside.
         fp8 = pools if layout is INDEX_FP8 else [key_pool(INDEX_FP8, p.shape[0], device) for p in pools]
         caches = [p.view(p.shape[0], GROUP_ROWS, 1, INDEX_FP8.row_bytes) for p in fp8]
-        blocks = -(-entries // GROUP_ROWS)
-        tables = [torch.randperm(batch * blocks, device=device).int().view(batch, blocks) for _ in range(sets)]
+        blocks, tables_of = -(-entries // GROUP_ROWS), 1 if shared else batch
+        tables = [torch.randperm(tables_of * blocks, device=device).int().view(tables_of, blocks) for _ in pools]
+        tables = [table.expand(batch, -1).contiguous() for table in tables]
         q8 = [x.to(torch.float8_e4m3fn).view(batch, 1, INDEX_HEADS, INDEX_DIM) for x in q]
         lens = torch.full((batch, 1), entries, dtype=torch.int32, device=device)
         plan = deep_gemm.get_paged_mqa_logits_metadata(lens, GROUP_ROWS, deep_gemm.get_num_sms())
-
-        def rival_run(i: int) -> Tensor:
-            return deep_gemm.fp8_paged_mqa_logits(
-                q8[i], caches[i], weights[i], lens, tables[i], plan, entries, clean_logits=False
-            )
     except Exception as error:
-        not_run.append(f"{rival}: {first_line(error)}")
+        not_run.append(f"{PAGED_LOGITS}: {first_line(error)}")
+        return None
 
-    flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
-    shape = _scores_shape(layout, batch, name)
-    return Case("index_scores", shape, num_bytes, run, sets, flops, rival, rival_run, not_run=not_run)
+    def run(i: int) -> Tensor:
+        return deep_gemm.fp8_paged_mqa_logits(
+            q8[i], caches[i], weights[i], lens, tables[i], plan, entries, clean_logits=False
+        )
+
+    return run
 
 
 def _prefill_scores(device: torch.device) -> Case:

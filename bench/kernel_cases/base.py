@@ -63,7 +63,7 @@ def wanted(op: str, shape: str) -> bool:
 
 OPERATIONS = (
     *("append_window", "flush_csa", "flush_hca", "gather", "copy_state"),
-    *("index_query", "index_scores", "index_topk", "sparse_attention", "sparse_prefill"),
+    *("index_query", "score_plan", "index_scores", "index_topk", "sparse_attention", "sparse_prefill"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Cases of the kernels that prepare and pick: index_query, index_topk."""
+"""Cases of the kernels that prepare and pick: index_query, index_topk; and of scores of requests that share pages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ from typing import Any
 import torch
 
 from kernel_cases import in_tree
-from kernel_cases.attend import BATCHES, CONTEXTS, INDEX_HEADS, PAGE, fastest, importable, step
+from kernel_cases.attend import (
+    BATCHES,
+    CONTEXTS,
+    INDEX_HEADS,
+    PAGE,
+    PAGED_LOGITS,
+    fastest,
+    importable,
+    key_pool,
+    paged_logits,
+    step,
+)
 from kernel_cases.base import Case, first_line, op_wanted, sets_for, slow_rivals, wanted
-from sglang_dsv4.formats import index_codec
-from sglang_dsv4.geometry import CSA_RATIO, INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM, RowLayout
+from sglang_dsv4.formats import hadamard, index_codec
+from sglang_dsv4.geometry import CSA_RATIO, GROUP_ROWS, INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM, RowLayout
 from sglang_dsv4.ops.index_query import index_query_cuda
+from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk_cuda
+from sglang_dsv4.ops.meta import StepMeta
+from sglang_dsv4.ops.score_plan import ScorePlan, score_plan_cuda
 
 # index_query
 
@@ -185,9 +199,81 @@ def _topk(topk: int, batch: int, name: str, device: torch.device, modules: dict[
     return Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
 
 
+# index_scores of requests that share pages, and the plan that it takes
+
+PLANNED = [(2, "128K"), (16, "128K"), (64, "32K"), (64, "128K")]
+
+
+def planned_cases(device: torch.device) -> Iterator[Case]:
+    """Requests of one table; and, with a plan that finds nothing, requests of different pages."""
+    deep_gemm = importable("deep_gemm")
+    for layout in (INDEX_FP4, INDEX_FP8):
+        for shared in (True, False):
+            for batch, name in PLANNED if shared else [(1, "128K"), (64, "32K"), (64, "128K")]:
+                shape = f"{layout.name} batch {batch} at {name} {'shared' if shared else 'planned'}"
+                if wanted("index_scores", shape):
+                    yield _planned(layout, batch, name, shared, shape, device, deep_gemm)
+
+
+def _table_of_all(meta: StepMeta) -> StepMeta:
+    """Every request reads the pages of the first."""
+    meta.page_table = torch.randperm(meta.page_table.shape[1], device=meta.device).int().repeat(meta.num_requests, 1)
+    return meta
+
+
+def _planned(
+    layout: RowLayout, batch: int, name: str, shared: bool, shape: str, device: torch.device, deep_gemm: tuple[Any, str]
+) -> Case:
+    entries, codec = CONTEXTS[name] // CSA_RATIO, index_codec(layout)
+    pools_of = 1 if shared else batch
+    num_bytes = pools_of * entries * layout.row_bytes + batch * (entries + INDEX_HEADS * (INDEX_DIM + 1)) * 4
+    sets = min(16, sets_for(num_bytes))
+    metas = [step(batch, CONTEXTS[name], device) for _ in range(sets)]
+    if shared:
+        metas = [_table_of_all(meta) for meta in metas]
+    pools = [key_pool(layout, -(-pools_of * entries // GROUP_ROWS), device) for _ in range(sets)]
+    q = [codec.round_trip(hadamard(torch.randn(batch, INDEX_HEADS, INDEX_DIM, device=device))) for _ in range(sets)]
+    if shared and layout is INDEX_FP4:  # as index_query hands it over; else as in the row without a plan
+        q = [x.bfloat16() for x in q]
+    weights = [torch.randn(batch, INDEX_HEADS, device=device) for _ in range(sets)]
+    plans = [ScorePlan.allocate(batch, device) for _ in range(sets)]
+    for plan, meta in zip(plans, metas, strict=True):
+        score_plan_cuda(plan, meta)
+
+    def run(i: int) -> torch.Tensor:
+        return index_scores_cuda(q[i], weights[i], pools[i], metas[i], codec=codec, max_entries=entries, plan=plans[i])
+
+    not_run: list[str] = []
+    rival_run = paged_logits(*deep_gemm, layout, pools, q, weights, entries, shared, not_run)
+    flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
+    return Case("index_scores", shape, num_bytes, run, sets, flops, PAGED_LOGITS, rival_run, not_run=not_run)
+
+
+def plan_cases(device: torch.device) -> Iterator[Case]:
+    """The plan of one step: all requests of one table, and all of different ones."""
+    for batch, name in ((1, "128K"), (64, "128K"), (256, "1M")):
+        for shared in (True, False):
+            shape = f"batch {batch} at {name}, {'shared' if shared else 'distinct'}"
+            if wanted("score_plan", shape):
+                yield _plan(batch, name, shared, shape, device)
+
+
+def _plan(batch: int, name: str, shared: bool, shape: str, device: torch.device) -> Case:
+    metas = [step(batch, CONTEXTS[name], device) for _ in range(8)]
+    if shared:
+        metas = [_table_of_all(meta) for meta in metas]
+    plan = ScorePlan.allocate(batch, device)
+    num_bytes = metas[0].page_table.numel() * 4 if shared else batch * 4
+    return Case("score_plan", shape, num_bytes, lambda i: score_plan_cuda(plan, metas[i]), len(metas))
+
+
 def cases(device: torch.device) -> Iterator[Case]:
     if op_wanted("index_query"):
         yield from query_cases(device)
+    if op_wanted("index_scores"):
+        yield from planned_cases(device)
+    if op_wanted("score_plan"):
+        yield from plan_cases(device)
     if op_wanted("index_topk"):
         yield from wide_cases(device)
         yield from topk_cases(device)

@@ -23,6 +23,7 @@ from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.decode_rows import DecodeRows
 from sglang_dsv4.ops.dispatch import operations, reference_forced
 from sglang_dsv4.ops.meta import StepMeta
+from sglang_dsv4.ops.score_plan import ScorePlan
 from sglang_dsv4.refusals import Refused
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class SlotAttentionBackend(AttentionBackend):
         _compile(self.device)
         self._last_layer = self.geometry.num_layers - 1
         self._static: DecodeRows | None = None
+        self._scoring: ScorePlan | None = None
         self._captured: dict[int, Step] = {}
         self._step: Step | None = None
         self._snapshots: tuple[Tensor, Tensor] | None = None
@@ -78,13 +80,13 @@ class SlotAttentionBackend(AttentionBackend):
         size = forward_batch.batch_size
         if in_capture:
             lanes = self._lanes if size <= LANES_LIMIT else NoLanes()
-            rows = self._static.first(size)
+            assert self._scoring is not None
+            rows, scoring = self._static.first(size), self._scoring.first(size)
             self._captured[size] = Step(
-                rows.meta(), self.cache, self.ops, True, self.longest, lanes=lanes, rows=rows
+                rows.meta(), self.cache, self.ops, True, self.longest, lanes=lanes, rows=rows, scoring=scoring
             )
-        self._step = step = self._captured[size]
-        assert step.rows is not None
-        self._fill(step.rows, forward_batch)
+        self._step = self._captured[size]
+        self._fill(self._step, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The snapshots of a captured step: recorded here, run by every replay ahead of the first layer."""
@@ -104,6 +106,7 @@ class SlotAttentionBackend(AttentionBackend):
         # One page more: SGLang may run a request a few positions past its last token before it stops it.
         tokens = self.longest + self.page_size
         self._static = DecodeRows.allocate(max_bs, tokens, self.page_size, self.device)
+        self._scoring = ScorePlan.allocate(max_bs, self.device)
         if self.device.type == "cuda":
             self._lanes = Lanes(self.device)
 
@@ -115,13 +118,18 @@ class SlotAttentionBackend(AttentionBackend):
 
     def _decode_step(self, fb: Any) -> Step:
         longest = self.longest if fb.seq_lens_cpu is None else int(fb.seq_lens_cpu.max())
-        rows = DecodeRows.allocate(fb.req_pool_indices.shape[0], longest, self.page_size, self.device)
-        self._fill(rows, fb)
-        return Step(rows.meta(), self.cache, self.ops, True, longest, rows=rows)
+        requests = fb.req_pool_indices.shape[0]
+        rows = DecodeRows.allocate(requests, longest, self.page_size, self.device)
+        scoring = ScorePlan.allocate(requests, self.device).first(requests)
+        step = Step(rows.meta(), self.cache, self.ops, True, longest, rows=rows, scoring=scoring)
+        self._fill(step, fb)
+        return step
 
-    def _fill(self, rows: DecodeRows, fb: Any) -> None:
+    def _fill(self, step: Step, fb: Any) -> None:
         table, slots = self.requests.req_to_token, self.requests.req_index_to_mamba_index_mapping
-        self.ops.decode_rows(rows, fb.req_pool_indices.long(), fb.seq_lens, fb.positions.long(), table, slots)
+        self.ops.decode_rows(step.rows, fb.req_pool_indices.long(), fb.seq_lens, fb.positions.long(), table, slots)
+        if step.scoring is not None:
+            self.ops.score_plan(step.scoring, step.meta)
 
     def _due_snapshots(self, fb: Any, meta: StepMeta) -> tuple[Tensor, Tensor]:
         """(source, destination) int64 [B] of decode snapshots, -1 where none is due."""

@@ -24,6 +24,7 @@ from sglang_dsv4.ops.decode_rows import DecodeRows
 from sglang_dsv4.ops.dispatch import Operations
 from sglang_dsv4.ops.flush import CompressorParams
 from sglang_dsv4.ops.meta import StepMeta, Workspace, all_entry_ids
+from sglang_dsv4.ops.score_plan import ScorePlan
 
 # Scores of a prefill step that exist at a time: 256 MB.
 SCORE_BUDGET = 1 << 26
@@ -133,6 +134,7 @@ class Step:
     prefix_lens, seq_lens   host lengths, prefill only; max_seq_len is the host bound of any length in the step
     lanes                   side streams of a decode step
     rows                    what a server's decode step was given of it; computed where absent
+    scoring                 which requests of a decode step the indexer scores together; each alone where absent
     """
 
     meta: StepMeta
@@ -144,6 +146,7 @@ class Step:
     seq_lens: list[int] = field(default_factory=list)
     lanes: Lanes | NoLanes = field(default_factory=NoLanes)
     rows: DecodeRows | None = None
+    scoring: ScorePlan | None = None
     _shared: dict[object, object] = field(default_factory=dict)
     _workspace: Tensor | None = None
 
@@ -238,6 +241,7 @@ def _choose(
             meta,
             codec=cache.index_codec,
             max_entries=width,
+            plan=step.scoring,
         )
         chosen.append(step.ops.index_topk(scores, meta, topk=params.index_topk, physical=physical))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)

@@ -23,6 +23,7 @@ from sglang_dsv4.ops.gather import gather, gather_cuda
 from sglang_dsv4.ops.index_query import index_query, index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores, index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
+from sglang_dsv4.ops.score_plan import score_plan, score_plan_cuda
 from sglang_dsv4.ops.sparse_attention import sparse_attention, sparse_attention_cuda
 from sglang_dsv4.ops.sparse_prefill import sparse_prefill, sparse_prefill_cuda
 from sglang_dsv4.switches import REFERENCE, switched_on
@@ -33,6 +34,7 @@ class Operations:
     """The operations bound to one device; signatures are those of the modules of the same name."""
 
     decode_rows: Callable[..., Any] = decode_rows
+    score_plan: Callable[..., Any] = score_plan
     append_window: Callable[..., Any] = append_window
     flush_csa: Callable[..., Any] = flush_csa
     flush_hca: Callable[..., Any] = flush_hca
@@ -57,6 +59,7 @@ def reference_forced() -> bool:
 # What replaces the reference on a CUDA device.
 CUDA_FACES: dict[str, Callable[..., Any]] = {
     "decode_rows": decode_rows_cuda,
+    "score_plan": score_plan_cuda,
     "append_window": append_window_cuda,
     "flush_csa": flush_csa_cuda,
     "flush_hca": flush_hca_cuda,

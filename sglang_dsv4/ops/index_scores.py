@@ -14,9 +14,10 @@ from sglang_dsv4.models.invariant import ordered_sum
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.meta import StepMeta
+from sglang_dsv4.ops.score_plan import SCORE_TILE, ScorePlan, plan_tensors
 
 # Keys are multiplied in whole tiles so that a score does not depend on how many keys stand beside it.
-KEY_TILE = 64
+KEY_TILE = SCORE_TILE
 QUERY_TILE = 64
 # The kernel: heads of a query's image, and the tokens up to which it treats a step as decode.
 MAX_HEADS = 64
@@ -25,7 +26,14 @@ FEW_TOKENS_PER_REQUEST = 8
 
 
 def index_scores(
-    q: Tensor, weights: Tensor, index_keys: Tensor, meta: StepMeta, *, codec: RowCodec, max_entries: int
+    q: Tensor,
+    weights: Tensor,
+    index_keys: Tensor,
+    meta: StepMeta,
+    *,
+    codec: RowCodec,
+    max_entries: int,
+    plan: ScorePlan | None = None,
 ) -> Tensor:
     """float32 [N, max_entries]: sum over heads of weight * relu(q . key), -inf where an entry is not visible.
 
@@ -33,6 +41,7 @@ def index_scores(
     weights      float32 [N, heads], scaled; may be negative
     index_keys   uint8 [groups, group bytes], the layer's indexer keys
     max_entries  width of the result, at least the visible entries of every token
+    plan         `score_plan` of this step, one token a request: it may change what is read how often, never a score
     """
     out = q.new_full((q.shape[0], max_entries), float("-inf"), dtype=torch.float32)
     visible = meta.visible_entries(CSA_RATIO)
@@ -64,6 +73,7 @@ def index_scores_cuda(
     *,
     codec: RowCodec,
     max_entries: int,
+    plan: ScorePlan | None = None,
     portable: bool = False,
 ) -> Tensor:
     """CUDA face of `index_scores`: MXFP4 and FP8 keys, at most 64 heads, `q` bfloat16 or float32.
@@ -72,8 +82,10 @@ def index_scores_cuda(
     captured graph is its longest context. `q` must be rounded as keys are: it is multiplied as codes. On Hopper
     sums have the tensor cores' e4m3 accumulation (relative error about 2^-12 of the largest product); elsewhere,
     and with `portable`, products of bf16 are summed in float32.
-    Decode is one launch without workspace. A step of more than 8 tokens a request on average, or of more than 1,024
-    tokens, is two launches and allocates 8.25 KiB a token (16.25 KiB with `portable`).
+    Decode is one launch without workspace; on Hopper, with a `plan`, it reads keys that requests share once for up to
+    eight of them. Scores are the same bit for bit with a plan and without.
+    A step of more than 8 tokens a request on average, or of more than 1,024 tokens, is two launches and allocates
+    8.25 KiB a token (16.25 KiB with `portable`).
     Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("index_scores")
@@ -88,17 +100,22 @@ def index_scores_cuda(
         raise check.fail("max_entries", repr(max_entries), "a positive number of entries below 2^31 - 256")
     if index_keys.shape[0] == 0:
         raise check.fail("index_keys", "an empty pool", "a pool of at least one group")
-    device = check.cuda()
     tokens = meta.num_tokens
+    many = tokens > FEW_TOKENS or tokens > FEW_TOKENS_PER_REQUEST * meta.num_requests
+    if plan is None or many:
+        plan = ScorePlan.none(q.device)
+    else:
+        plan_tensors(check, "plan", plan, meta)
+    device = check.cuda()
     # Rows start at 16-byte addresses, for index_topk's loads.
     out = q.new_empty((tokens, -(-max_entries // 4) * 4), dtype=torch.float32)[:, :max_entries]
     if tokens == 0:
         return out
     hopper = not portable and jit.architecture(device) == "90a"
-    many = tokens > FEW_TOKENS or tokens > FEW_TOKENS_PER_REQUEST * meta.num_requests
     rows = tokens if many else 0
     images = q.new_empty((rows, MAX_HEADS * INDEX_DIM * (1 if hopper else 2)), dtype=torch.uint8)
     image_weights = q.new_empty((rows, MAX_HEADS), dtype=torch.float32)
     run = jit.function("index_scores", "index_scores", device)
-    run(q, weights, index_keys, out, images, image_weights, codec.layout == INDEX_FP4, hopper, *fields)
+    planned = (plan.cost_before, plan.shared, plan.members)
+    run(q, weights, index_keys, out, images, image_weights, *planned, codec.layout == INDEX_FP4, hopper, *fields)
     return out

@@ -165,6 +165,15 @@ __device__ __forceinline__ uint64_t panel_descriptor(unsigned address, unsigned 
          static_cast<uint64_t>((address & 0x3ffffu) >> 4);
 }
 
+// The descriptor's half that holds the address, of which a step along shared memory is an addition (of its 16-byte
+// units), and the whole of it.
+__device__ __forceinline__ unsigned panel_start(unsigned address) {
+  return static_cast<unsigned>(panel_descriptor(address));
+}
+__device__ __forceinline__ uint64_t panel_at(unsigned start) {
+  return (panel_descriptor(0) & ~uint64_t{0xffffffffu}) | start;
+}
+
 // Byte offset of a 16-byte unit in a panel.
 __device__ __forceinline__ unsigned panel_offset(unsigned row, unsigned unit) {
   return row * 128 + ((unit ^ (row & 7)) << 4);

@@ -254,25 +254,36 @@ __device__ __forceinline__ int bf16_image_offset(int head, int column) {
   return head * 256 + (((column >> 3) ^ (head & 7)) << 4) + 2 * (column & 7);
 }
 
+// What makes a head's channels codes, given their largest magnitude: exactly, if they were rounded as keys are.
+template <typename Layout>
+struct HeadScale {
+  float scale, inverse;
+
+  __device__ __forceinline__ explicit HeadScale(float amax) {
+    if constexpr (Layout::kDataBytes == kIndexDim / 2) {
+      // A power of two that puts the largest channel into (3.5, 7].
+      const int exponent = ue8m0_ceil<2, 0x600000u>(fmaxf(amax, 1e-30f));
+      scale = ue8m0_decode(exponent);
+      inverse = ue8m0_inverse(exponent);
+    } else {
+      scale = fmaxf(amax, kFp8AmaxFloor) / kE4m3Max;
+      inverse = 0.0f;
+    }
+  }
+  __device__ __forceinline__ float code(float x) const {
+    return Layout::kDataBytes == kIndexDim / 2 ? x * inverse : x / scale;
+  }
+};
+
 // One warp writes a head's row: lane l holds channels 4 l .. 4 l + 3. Returns the factor that goes into the head's
-// weight: dividing by it makes the channels codes again, exactly, if they were rounded as keys are.
+// weight.
 template <typename Layout, bool kHopper>
 __device__ __forceinline__ float write_image_row(uint8_t* image, int head, int lane, float4 x) {
   float amax = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
 #pragma unroll
   for (int step = 16; step; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));
-  float scale, code[4] = {x.x, x.y, x.z, x.w};
-  if constexpr (Layout::kDataBytes == kIndexDim / 2) {
-    // A power of two that puts the largest channel into (3.5, 7].
-    const int exponent = ue8m0_ceil<2, 0x600000u>(fmaxf(amax, 1e-30f));
-    scale = ue8m0_decode(exponent);
-#pragma unroll
-    for (float& value : code) value *= ue8m0_inverse(exponent);
-  } else {
-    scale = fmaxf(amax, kFp8AmaxFloor) / kE4m3Max;
-#pragma unroll
-    for (float& value : code) value /= scale;
-  }
+  const HeadScale<Layout> of(amax);
+  const float code[4] = {of.code(x.x), of.code(x.y), of.code(x.z), of.code(x.w)};
   const int c = 4 * lane;
   if constexpr (kHopper) {
     *reinterpret_cast<unsigned*>(image + e4m3_image_offset<Layout>(head, c)) =
@@ -284,7 +295,24 @@ __device__ __forceinline__ float write_image_row(uint8_t* image, int head, int l
           __float2bfloat16_rn(code[i]);
     }
   }
-  return scale;
+  return of.scale;
+}
+
+// The same of e4m3 codes for four heads at once: eight lanes a head, lane l holds channels 16 (l % 8) .. of `head`.
+template <typename Layout>
+__device__ __forceinline__ float write_image_rows(uint8_t* image, int head, int lane, const float (&x)[16]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(x[i]));
+#pragma unroll
+  for (int step = 4; step; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));
+  const HeadScale<Layout> of(amax);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    *reinterpret_cast<unsigned*>(image + e4m3_image_offset<Layout>(head, 16 * (lane & 7) + 4 * i)) =
+        e4m3_encode4(of.code(x[4 * i]), of.code(x[4 * i + 1]), of.code(x[4 * i + 2]), of.code(x[4 * i + 3]));
+  }
+  return of.scale;
 }
 
 // ---- scores of 16 keys a warp ----
@@ -293,14 +321,15 @@ __device__ __forceinline__ float twice_relu(float x) { return x + fabsf(x); }
 
 // sum[i] of keys lane / 4 + 8 i over the heads, in every thread of a quad. The image's weights are halved, as
 // 2 relu(x) = x + |x| needs one addition, which runs beside the conversions of keys where a maximum would not.
-__device__ __forceinline__ void weigh(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
+template <typename TwiceRelu>
+__device__ __forceinline__ void weigh_by(const TwiceRelu& relu, const float (&weight)[16], float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      sum[0] = fmaf(twice_relu(dots[4 * j + i]), weight[2 * j + i], sum[0]);
-      sum[1] = fmaf(twice_relu(dots[4 * j + 2 + i]), weight[2 * j + i], sum[1]);
+      sum[0] = fmaf(relu(4 * j + i), weight[2 * j + i], sum[0]);
+      sum[1] = fmaf(relu(4 * j + 2 + i), weight[2 * j + i], sum[1]);
     }
   }
 #pragma unroll
@@ -308,6 +337,9 @@ __device__ __forceinline__ void weigh(const float (&dots)[32], const float (&wei
     sum[i] += __shfl_xor_sync(kFullMask, sum[i], 1);
     sum[i] += __shfl_xor_sync(kFullMask, sum[i], 2);
   }
+}
+__device__ __forceinline__ void weigh(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
+  weigh_by([&](int i) { return twice_relu(dots[i]); }, weight, sum);
 }
 
 // The weights of a thread's heads 8 j + 2 (lane % 4) and the next.
@@ -367,6 +399,21 @@ struct ReluSum {
                                 : 0u;
       }
     }
+  }
+
+  // The operand's other columns are zero: a warp finds it again in what its first kLanes lanes leave, and in a zero.
+  static constexpr int kLanes = 8;
+  __device__ __forceinline__ void store(uint4 (*stored)[2], int lane) const {
+    if (lane >= kLanes) return;
+    stored[lane][0] = make_uint4(b[0][0], b[0][1], b[1][0], b[1][1]);
+    stored[lane][1] = make_uint4(b[2][0], b[2][1], b[3][0], b[3][1]);
+  }
+  // `address` of the lane's two units in shared memory.
+  __device__ __forceinline__ void load(unsigned address, float scale_of) {
+    const uint4 low = load_shared16(address), high = load_shared16(address + 16);
+    b[0][0] = low.x, b[0][1] = low.y, b[1][0] = low.z, b[1][1] = low.w;
+    b[2][0] = high.x, b[2][1] = high.y, b[3][0] = high.z, b[3][1] = high.w;
+    scale = scale_of;
   }
 
   __device__ __forceinline__ static void pack(const float (&dots)[32], unsigned (&a)[4][4]) {

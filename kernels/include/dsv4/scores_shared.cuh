@@ -1,0 +1,444 @@
+// Scores of a decode step whose requests share leading pages, by the plan of score_plan.cu. Hopper alone.
+//
+// A block that meets shared tiles of a group keeps the images of its members, brings each tile of keys into operand
+// registers once and multiplies it with one image after another. Tiles of a member's own are the group's last, scored from the same
+// images; a block that meets those of one member alone, or a request alone, scores them as score_few does. Operands,
+// products and sums are score_few's, in the same order: a score has the same bits however its request was grouped.
+#pragma once
+
+#include "dsv4/scores_few.cuh"
+
+namespace dsv4 {
+
+constexpr int kGroupItems = kFewPages / 2;  // tiles of a group whose rows a block looks up at a time, two a tile
+constexpr int kImageBatch = 4;              // queries that a warp loads heads of at a time
+
+// Images take the place of stages: a tile lasts longer here.
+template <typename Layout>
+constexpr int kGroupStages = KeyShare<Layout>::kPieces == 1 ? 4 : 3;
+template <typename Layout>
+constexpr int kGroupShared = kGroupMembers * kImageBytes<true> +
+                             kFewTeams * kGroupStages<Layout> * KeyShare<Layout>::kStageBytes + 1024;
+static_assert(kGroupShared<IndexFp4> <= kFewShared<IndexFp4, true>, "a group needs no more than a request alone");
+static_assert(kGroupShared<IndexFp8> <= kFewShared<IndexFp8, true>, "a group needs no more than a request alone");
+static_assert(kScoreTile == kKeyTile && kPlanRequests == kFewTokens);
+
+// A member's query: where its scores go, how many, and ReluSum's scale. Read in one piece.
+struct __align__(16) GroupQuery {
+  float* row;
+  int visible;
+  float scale;
+};
+
+// The group that a block works on, in shared memory.
+struct __align__(16) Group {
+  float weights[kGroupMembers][kMaxHeads];
+  uint4 sums[kGroupMembers][ReluSum::kLanes][2];
+  uint4 zero[2];
+  GroupQuery query[kGroupMembers];
+  int request[kGroupMembers];
+  int left_before[kGroupMembers];  // own tiles of the members before
+  int left, count, shared;
+  int items[kGroupItems];  // tile * 16, plus 1 + the member whose own it is
+
+  // Warp 0 looks up who they are.
+  template <typename Params>
+  __device__ __forceinline__ void start(const Params& p, int first, int shared_tiles, const int* visible_of, int lane) {
+    int member = lane < kGroupMembers ? p.plan.members[first * kGroupMembers + lane] : -1;
+    const bool real = member >= 0 && member < p.meta.num_requests;
+    member = real ? member : first;
+    const int visible = visible_of[member], own = real ? max(tiles_of(visible) - shared_tiles, 0) : 0;
+    int upto = own;
+#pragma unroll
+    for (int step = 1; step < kGroupMembers; step <<= 1) {
+      const int other = __shfl_up_sync(kFullMask, upto, step);
+      if (lane >= step) upto += other;
+    }
+    const unsigned all = __ballot_sync(kFullMask, real);
+    if (lane < kGroupMembers) {
+      request[lane] = member;
+      left_before[lane] = upto - own;
+      query[lane].row = p.out + member * p.out_stride;
+      query[lane].visible = visible;
+    }
+    if (lane < 2) zero[lane] = make_uint4(0, 0, 0, 0);
+    if (lane == kGroupMembers - 1) {
+      left = upto;
+      count = __popc(all);
+      shared = shared_tiles;
+    }
+  }
+
+  // Items are the shared tiles, then the own ones: whose the `own`-th of these is.
+  __device__ __forceinline__ int owner(int own) const {
+    int member = 0;
+    while (member + 1 < count && left_before[member + 1] <= own) ++member;
+    return member;
+  }
+
+  // The first item that starts at or behind this cost.
+  __device__ __forceinline__ int item_at(int cost) const {
+    const int each = tile_cost(count), together = shared * each, alone = tile_cost(1);
+    const int item = cost <= together ? (cost + each - 1) / each : shared + (cost - together + alone - 1) / alone;
+    return min(item, shared + left);
+  }
+  __device__ __forceinline__ int cost_of(int item) const {
+    return min(item, shared) * tile_cost(count) + max(item - shared, 0) * tile_cost(1);
+  }
+
+  // Members that an entry of `items` is multiplied with.
+  __device__ __forceinline__ static int first_of(int item) { return max((item & 15) - 1, 0); }
+  __device__ __forceinline__ static int last_of(int item, int members) {
+    return (item & 15) ? (item & 15) - 1 : members - 1;
+  }
+};
+
+// Four heads of a query in a warp: eight lanes a head, sixteen channels a lane.
+template <typename Layout>
+struct HeadShare {
+  uint4 raw[4];
+  float weight;
+
+  __device__ __forceinline__ void load(const ScoreParams<Layout>& p, int token, int warp, int lane) {
+    const int head = 4 * warp + (lane >> 3);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[i] = make_uint4(0, 0, 0, 0);
+    weight = 0.0f;
+    if (head >= p.heads) return;
+    const int64_t at = token * p.q_stride + head * kIndexDim + 16 * (lane & 7);
+    const uint4* source = p.q_bf16 ? reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at)
+                                   : reinterpret_cast<const uint4*>(static_cast<const float*>(p.q) + at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < 2 || !p.q_bf16) raw[i] = source[i];
+    }
+    weight = p.weights[token * p.weights_stride + head];
+  }
+
+  template <bool kHalf>
+  __device__ __forceinline__ void write(uint8_t* image, float* weights, bool bf16, int warp, int lane) const {
+    float x[16];
+    if (bf16) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float2 pair = unpack_bf16(word_of(raw[i >> 2], i & 3));
+        x[2 * i] = pair.x;
+        x[2 * i + 1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) x[i] = __uint_as_float(word_of(raw[i >> 2], i & 3));
+    }
+    const int head = 4 * warp + (lane >> 3);
+    const float scale = write_image_rows<Layout>(image, head, lane, x);
+    if ((lane & 7) == 0) weights[head] = (kHalf ? 1.0f : 0.5f) * weight * scale;  // weigh() sums 2 relu
+  }
+};
+
+// What is left of a product once the next may be under way: relu in half precision, or twice relu.
+template <bool kHalf>
+struct Collected {
+  unsigned packed[4][4];
+  __device__ __forceinline__ void take(const float (&dots)[32]) { ReluSum::pack(dots, packed); }
+};
+template <>
+struct Collected<false> {
+  float relu[32];
+  __device__ __forceinline__ void take(const float (&dots)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) relu[i] = twice_relu(dots[i]);
+  }
+};
+
+// Multiplies a team's tiles with the members' images. While a product runs the one before it is summed up and, at the end
+// of a tile, the next tile's keys become operands; what is under way is awaited before anything that it uses changes.
+template <typename Layout>
+struct GroupPass {
+  static constexpr int kStages = kGroupStages<Layout>, kStageBytes = KeyShare<Layout>::kStageBytes;
+  static constexpr bool kHalf = kHalfSums<Layout, true>;
+
+  const ScoreParams<Layout>& p;
+  const FewBlock& block;
+  const Group& group;
+  typename KeyShare<Layout>::Places places;
+  int count;  // tiles of the team
+  unsigned stage, next_stage, images;
+  // Where the lane finds a member's query and its operands for ReluSum: kept, or they are computed for every product.
+  unsigned query_at, sums_at, sums_step;
+  float dots[32];
+
+  __device__ __forceinline__ GroupPass(const ScoreParams<Layout>& params, const FewBlock& block_of,
+                                       const Group& group_of, int items)
+      : p(params), block(block_of), group(group_of) {
+    const unsigned stages = block.image_address + kGroupMembers * kImageBytes<true>;
+    places.start(stages + block.team * kStages * kStageBytes, block.warp, block.lane);
+    count = (items - block.team + kFewTeams - 1) / kFewTeams;
+    stage = 0;
+    next_stage = (kStages - 1) * kStageBytes;
+    images = hopper::panel_start(block.image_address);
+    const bool holds = block.lane < ReluSum::kLanes;
+    query_at = KeyShare<Layout>::Places::keep(shared_address(&group.query[0]));
+    sums_at = KeyShare<Layout>::Places::keep(shared_address(holds ? &group.sums[0][block.lane][0] : &group.zero[0]));
+    sums_step = KeyShare<Layout>::Places::keep(holds ? sizeof(group.sums[0]) : 0);
+  }
+
+  __device__ __forceinline__ void start_copies() const {
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) copy(i, i * kStageBytes);
+  }
+
+  __device__ __forceinline__ void copy(int i, unsigned to) const {
+    if (i < count) {
+      const int half = 2 * (block.team + i * kFewTeams) + (block.warp >> 1);
+      const unsigned row = block.page_rows[half] + 16 * (block.warp & 1);
+      KeyShare<Layout>::copy(places, to, p.keys, row, block.lane);
+    }
+    copy_async_commit();
+  }
+
+  // The team's tile `i`, known to be the same in all lanes: the products' descriptors then take no vector registers.
+  __device__ __forceinline__ int item_of(int i) const {
+    return __shfl_sync(kFullMask, group.items[block.team + i * kFewTeams], 0);
+  }
+
+  // Keys of the team's tile `i`; starts a copy into the stage that was read before.
+  __device__ __forceinline__ void read(int i, KeyShare<Layout>& key) {
+    copy_async_wait<kStages - 2>();
+    __syncwarp();
+    key.read(places, stage);
+    copy(i + kStages - 1, next_stage);
+    next_stage = stage;
+    stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+  }
+  __device__ __forceinline__ void convert(const KeyShare<Layout>& key, unsigned (&a)[4][4], float (&factor)[2]) const {
+    operand_e4m3(key, block.lane, a, factor);
+    hopper::wgmma_operands(a);
+  }
+
+  __device__ __forceinline__ void issue(const unsigned (&a)[4][4], int member) {
+    hopper::wgmma_registers(dots);
+    const unsigned start = images + member * (kImageBytes<true> / 16);
+    hopper::wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) hopper::wgmma_e4m3_64x64x32(dots, a[s], hopper::panel_at(start + 2 * s), s > 0);
+    hopper::wgmma_commit();
+    __syncwarp();  // else the compiler spreads the four of them over the sums that follow
+  }
+
+  __device__ __forceinline__ void collect(Collected<kHalf>& result) {
+    hopper::wgmma_wait<0>();
+    hopper::wgmma_registers(dots);
+    result.take(dots);
+  }
+
+  // Sums up and stores the scores of a member and a tile.
+  __device__ __forceinline__ void finish(const Collected<kHalf>& result, int member, int tile,
+                                         const float (&factor)[2]) const {
+    const int lane = block.lane, first = tile * kKeyTile + 16 * block.warp;
+    const uint4 query = load_shared16(query_at + member * sizeof(GroupQuery));
+    float* const row = reinterpret_cast<float*>(static_cast<uint64_t>(query.y) << 32 | query.x);
+    const int visible = static_cast<int>(query.z);
+    float sum[2];
+    if constexpr (kHalf) {
+      ReluSum relu;
+      relu.load(sums_at + member * sums_step, __uint_as_float(query.w));
+      relu.sum(result.packed, sum);
+      const int entry = first + (lane >> 2);
+      const bool leads = (lane & 3) == 0;
+      store_if(row + entry, sum[0] * factor[0], leads && entry < visible);
+      store_if(row + entry + 8, sum[1] * factor[1], leads && entry + 8 < visible);
+    } else {
+      float weight[16];
+      load_weights(group.weights[member], lane, weight);
+      weigh_by([&](int i) { return result.relu[i]; }, weight, sum);
+      const int which = lane & 3, entry = first + (lane >> 2) + 8 * which;
+      store_if(row + entry, which ? sum[1] * factor[1] : sum[0] * factor[0], which < 2 && entry < visible);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (count <= 0) return;
+    const int members = __shfl_sync(kFullMask, group.count, 0);
+    unsigned a[4][4];
+    float factor[2];
+    KeyShare<Layout> key;
+    read(0, key);
+    convert(key, a, factor);
+    int item = item_of(0), member = Group::first_of(item);
+    issue(a, member);
+#pragma unroll 1
+    for (int i = 1;; ++i) {
+      const int tile = item >> 4, last = Group::last_of(item, members);
+#pragma unroll 1
+      for (; member < last; ++member) {
+        Collected<kHalf> result;
+        collect(result);
+        issue(a, member + 1);
+        finish(result, member, tile, factor);
+      }
+      if (i >= count) break;
+      // Operands are not written while a product is under way: the compiler would let each wait for the one before.
+      // Other teams' products run meanwhile.
+      float next_factor[2];
+      Collected<kHalf> result;
+      if constexpr (kHalf) read(i, key);
+      collect(result);
+      if constexpr (!kHalf) read(i, key);
+      convert(key, a, next_factor);
+      item = item_of(i);
+      member = Group::first_of(item);
+      issue(a, member);
+      finish(result, last, tile, factor);
+      factor[0] = next_factor[0];
+      factor[1] = next_factor[1];
+    }
+    Collected<kHalf> result;
+    collect(result);
+    finish(result, member, item >> 4, factor);
+  }
+};
+
+// Items `first` to `last` of the group, at most kGroupItems; all threads of the block.
+template <typename Layout>
+__device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const FewBlock& block, Group& group,
+                                            int first, int last) {
+  constexpr bool kHalf = kHalfSums<Layout, true>;
+  const int lane = block.lane, block_warp = block.block_warp, rows_shift = p.meta.page_shift - kCsaShift;
+  const int shared = group.shared, items = last - first;
+  // The members whose images it takes.
+  const int low = first < shared ? 0 : group.owner(first - shared);
+  const int high = first < shared ? group.count - 1 : group.owner(last - 1 - shared);
+
+  HeadShare<Layout> heads[kImageBatch];
+  const auto load = [&](int member) {
+#pragma unroll
+    for (int i = 0; i < kImageBatch; ++i) {
+      heads[i].load(p, group.request[min(member + i, high)], block_warp, lane);
+    }
+  };
+  load(low);
+  __syncthreads();  // the last rows and the last images have been read
+  for (int i = threadIdx.x; i < items; i += kFewThreads) {
+    const int own = first + i - shared, member = own < 0 ? 0 : group.owner(own);
+    const int tile = own < 0 ? first + i : shared + own - group.left_before[member];
+    const int request = group.request[member], last_page = max(group.query[member].visible - 1, 0) >> rows_shift;
+    group.items[i] = tile * 16 + (own < 0 ? 0 : member + 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Halves behind the last page score keys of it that nobody asks for.
+      const int entry = tile * kKeyTile + 32 * half, page = min(entry >> rows_shift, last_page);
+      const unsigned row = static_cast<unsigned>(p.page_of(request, page)) << rows_shift;
+      block.page_rows[2 * i + half] =
+          min(row, static_cast<unsigned>(p.keys.num_rows) - (1u << rows_shift)) + (entry & ((1 << rows_shift) - 1));
+    }
+  }
+  __syncthreads();
+  GroupPass<Layout> pass(p, block, group, items);
+  pass.start_copies();
+#pragma unroll 1
+  for (int member = low;;) {
+#pragma unroll
+    for (int i = 0; i < kImageBatch; ++i) {
+      const int to = min(member + i, high);  // the last one again: the same bytes
+      uint8_t* const image = block.image + to * kImageBytes<true>;
+      heads[i].template write<kHalf>(image, group.weights[to], p.q_bf16, block_warp, lane);
+    }
+    member += kImageBatch;
+    if (member > high) break;
+    load(member);
+  }
+  hopper::fence_async_shared();
+  __syncthreads();
+  if constexpr (kHalf) {
+    if (block_warp >= low && block_warp <= high) {
+      ReluSum relu;
+      relu.start(group.weights[block_warp], lane);
+      relu.store(group.sums[block_warp], lane);
+      if (lane == 0) group.query[block_warp].scale = relu.scale;
+    }
+    __syncthreads();
+  }
+  pass.run();
+  copy_async_wait<0>();
+}
+
+// What a block does next: `items` of a group, or (where alone) tiles of one request; and where it goes on.
+struct Pass {
+  int token, first, last, next_cost;
+  bool alone;
+};
+
+// The pass that starts at cost `at` and ends at `end` or before; all threads of the block.
+template <typename Layout>
+__device__ __forceinline__ Pass next_pass(const ScoreParams<Layout>& p, Group& group, const int* cost_before,
+                                          const int* shared_of, const int* visible_of, int at, int end) {
+  int head = 0, high = p.meta.num_requests;  // the last request with cost_before <= at
+  while (high - head > 1) {
+    const int middle = (head + high) >> 1;
+    (cost_before[middle] <= at ? head : high) = middle;
+  }
+  const int before = cost_before[head], after = min(end, cost_before[head + 1]), shared = shared_of[head];
+  const int rows_shift = p.meta.page_shift - kCsaShift;
+  if (shared == 0) {
+    const int first = (at - before + tile_cost(1) - 1) / tile_cost(1);
+    const int last = min((after - before + tile_cost(1) - 1) / tile_cost(1), tiles_of(visible_of[head]));
+    if (last - first <= tiles_at_once(first, rows_shift)) return {head, first, last, after, true};
+    const int cut = first + tiles_at_once(first, rows_shift);
+    return {head, first, cut, before + cut * tile_cost(1), true};
+  }
+  if (threadIdx.x < 32) group.start(p, head, shared, visible_of, threadIdx.x);
+  __syncthreads();
+  const int first = group.item_at(at - before), until = group.item_at(after - before);
+  const int last = min(until, first + kGroupItems), next_cost = last < until ? before + group.cost_of(last) : after;
+  if (first >= last || first < shared) return {head, first, last, next_cost, false};
+  const int owner = group.owner(first - shared);
+  if (owner != group.owner(last - 1 - shared)) return {head, first, last, next_cost, false};
+  const int skipped = group.left_before[owner];  // kGroupItems tiles are never more than tiles_at_once
+  return {group.request[owner], first - skipped, last - skipped, next_cost, true};
+}
+
+template <typename Layout>
+__global__ void __launch_bounds__(kFewThreads, 1) score_planned(const __grid_constant__ ScoreParams<Layout> p) {
+  extern __shared__ uint8_t raw_shared[];
+  __shared__ int cost_before[kPlanRequests + 1], shared_of[kPlanRequests], visible_of[kPlanRequests];
+  __shared__ unsigned page_rows[kFewPages];
+  __shared__ Group group;
+  __shared__ int next_cost, end_cost;  // here, as registers are short
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int requests = p.meta.num_requests;
+  for (int request = threadIdx.x; request < requests; request += kFewThreads) {
+    const int64_t position = p.meta.positions[request];
+    const int upto = p.plan.cost_before[request + 1];
+    cost_before[request + 1] = upto;
+    shared_of[request] = p.plan.shared[request];
+    visible_of[request] = p.meta.request_of(request) < 0 ? 0 : static_cast<int>(
+        min((position + 1) >> kCsaShift, static_cast<int64_t>(p.max_entries)));
+    if (request == 0) cost_before[0] = 0;
+    if (request == requests - 1) {
+      next_cost = static_cast<int>(static_cast<int64_t>(upto) * blockIdx.x / gridDim.x);
+      end_cost = static_cast<int>(static_cast<int64_t>(upto) * (blockIdx.x + 1) / gridDim.x);
+    }
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  while (next_cost < end_cost) {
+    const Pass pass = next_pass(p, group, cost_before, shared_of, visible_of, next_cost, end_cost);
+    __syncthreads();  // all have read where this pass begins
+    if (threadIdx.x == 0) next_cost = pass.next_cost;
+    const FewBlock block(raw_shared, group.weights[0], page_rows);
+    if (pass.first < pass.last) {
+      if (pass.alone) {
+        score_tiles<Layout, true>(p, block, few_places<Layout, true>(block), pass.token, pass.token,
+                                  visible_of[pass.token], pass.first, pass.last - pass.first);
+      } else {
+        score_group(p, block, group, pass.first, pass.last);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace dsv4
