@@ -47,9 +47,9 @@ class GpuLaunch(Launch):
     chunked_prefill_size: int = 8192
     max_running_requests: int = 64
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, group_port: int) -> list[str]:
         return [
-            *super().command(port),
+            *super().command(port, group_port),
             *(() if self.tokenizer else ("--skip-tokenizer-init",)),
             *("--grammar-backend", "none", "--moe-runner-backend", self.moe),
             *("--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
