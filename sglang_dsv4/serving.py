@@ -106,10 +106,15 @@ class Client:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
+    def settings(self) -> dict[str, Any]:
+        """Every field of SGLang's arguments as they were resolved, and its live state."""
+        raw: dict[str, Any] = json.loads(self._send("/server_info", timeout=30))
+        return raw
+
     def info(self) -> ServerInfo:
         """Raises ServerError where nothing answers or what answers is not SGLang."""
         try:
-            raw = json.loads(self._send("/server_info", timeout=30))
+            raw = self.settings()
             return ServerInfo(
                 model_path=str(raw["model_path"]),
                 page_size=int(raw["page_size"]),
