@@ -49,7 +49,7 @@ from rivals import (  # noqa: E402
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import Client, Launch, Server, ServerError  # noqa: E402
+from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals  # noqa: E402
 
 PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")
 OTHER_RATIOS = (0.05, 0.2)
@@ -241,6 +241,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "compare")
     parser.add_argument("--out", type=Path, help="JSON file for the rows; a Markdown page is written beside it")
     options = parser.parse_args()
+    exit_on_signals()
     if options.resume and not options.out:
         parser.error("--resume needs --out")
     bench = None

@@ -40,7 +40,7 @@ from rivals import (
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import Server, ServerError
+from sglang_dsv4.serving import Server, ServerError, exit_on_signals
 
 OURS, IN_TREE = "ours", "in_tree"
 SIDE_BY_SIDE = ("prefill", "decode", "long")  # served by one pair of servers
@@ -185,6 +185,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    exit_on_signals()
     extra = ("--load-format", "dummy") if options.dummy else ()
     config = options.config or options.model
 

@@ -24,7 +24,7 @@ from typing import Any
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
 from sglang_dsv4.console import Progress
-from sglang_dsv4.serving import Client, Server, ServerError, Words
+from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
 from sglang_dsv4.switches import CHECK_RANKS
 from sglang_dsv4.verify import verify
 
@@ -81,12 +81,14 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "soak.log")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    exit_on_signals()
     vocabulary = vocabulary_of(options.model)
     launch = GpuLaunch(
         options.model,
         max_total_tokens=60_000,
         max_running_requests=32,
         max_mamba_cache_size=200,
+        mem_share=0.9,
         tp=options.tp,
         graphs=options.tp == 1,
     )

@@ -31,7 +31,7 @@ from typing import Any
 
 from rivals import GpuLaunch, Pools, card, same_kernels, text, together, vocabulary_of
 
-from sglang_dsv4.serving import Client, Server, ServerError
+from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 
 TAIL = 64  # prompt positions whose logprobs are compared
 SEGMENT = 32  # answer tokens that one request is guided through; segments run side by side
@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "swap")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    exit_on_signals()
     result: dict[str, Any] = {
         "card": card(),
         "commit": options.commit,

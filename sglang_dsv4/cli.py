@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_dsv4 import __version__
-from sglang_dsv4.serving import Client, Launch, Server, ServerError, reserve_port
+from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals, reserve_port
 
 FAILED, UNUSABLE = 1, 2  # exit codes: a check failed; it could not be run
 
@@ -117,9 +116,7 @@ def _verify(args: argparse.Namespace) -> int:
 @contextmanager
 def _server(args: argparse.Namespace, port: int | None) -> Iterator[Server]:
     """A server for the checkpoint of the arguments; a tiny one is written where none is named."""
-    # Ending this process by a signal, or by closing its terminal, must end the server, too.
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     if port is not None:
         reserve_port(port).close()  # told before a checkpoint is written
     with tempfile.TemporaryDirectory(prefix="sglang-dsv4-") as scratch:

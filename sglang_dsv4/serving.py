@@ -466,6 +466,12 @@ class Server:
         self.stop()
 
 
+def exit_on_signals() -> None:
+    """From now on SIGTERM and SIGHUP end this process as `sys.exit` does, so that the servers it started end, too."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+
+
 class _PortLost(Exception):
     """A port was taken between its choice and its use; the message is the log's line."""
 
