@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import re
 import sys
 import tempfile
 import time
@@ -102,7 +103,8 @@ def main() -> int:
             total = sum(len(ids) for ids, _ in requests)
             result |= {"requests": len(requests), "failed": failed, "prompt_tokens": total, "cached_tokens": cached}
             result["retractions"] = server.log.read_text(errors="replace").count("#retracted_reqs")
-            result["ranks_compared"] = options.tp
+            if options.tp > 1:
+                result["ranks"] = re.findall(r"ranks agreed in \d+ steps|ranks differ.*", server.log.read_text())[-1:]
             result["seconds"] = round(time.monotonic() - started, 1)
             print(json.dumps({**result, "failed": failed[:5]}), flush=True)
             said: list[str] = []

@@ -7,6 +7,7 @@ the layers and one behind them, for which the host waits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from sglang_dsv4.ops.meta import StepMeta
 from sglang_dsv4.switches import CHECK_RANKS, switched_on
 
+logger = logging.getLogger(__name__)
+
+_TELL = 50  # steps a line of the log
 # Odd constants of a 64-bit mixer; products wrap around.
 _PLACE, _MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
@@ -64,7 +68,10 @@ class RankAgreement:
         from sglang.srt.distributed.parallel_state import get_tp_group
 
         group: Any = get_tp_group()
-        return cls(group, layers) if group.world_size > 1 else None
+        if group.world_size == 1:
+            return None
+        logger.info("sglang-dsv4: %d ranks are compared in every step", group.world_size)
+        return cls(group, layers)
 
     def start(self, meta: StepMeta, snapshots: Sequence[Tensor]) -> None:
         """Compare what a step reads and where it writes. Raises RankError."""
@@ -89,12 +96,14 @@ class RankAgreement:
 
     def finish(self) -> None:
         """Compare the chosen entries of all CSA layers of the step. Raises RankError."""
-        if not self.layers:
-            return
         sums = [self._chosen.get(layer, self._none) for layer in self.layers]
         self._compare([f"chosen entries of layer {layer}" for layer in self.layers], sums)
+        if self.steps % _TELL == 0:
+            logger.info("sglang-dsv4: ranks agreed in %d steps", self.steps)
 
     def _compare(self, names: Sequence[str], sums: Sequence[Tensor]) -> None:
+        if not names:
+            return
         gathered = self.group.all_gather(torch.stack(list(sums))[None], dim=0).tolist()
         for name, *of_ranks in zip(names, *gathered, strict=True):
             if len(set(of_ranks)) > 1:
