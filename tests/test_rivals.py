@@ -6,9 +6,11 @@ import argparse
 from pathlib import Path
 from types import SimpleNamespace
 
+import compare
 import pytest
 import soak
 import swap
+import workloads
 from rivals import GpuLaunch, Pools, same_kernels
 from sglang.srt.server_args import ServerArgs
 
@@ -73,3 +75,20 @@ def test_a_soak_of_several_ranks_compares_them_in_eager_steps(ranks, monkeypatch
     assert started["launch"].tp == ranks
     assert started["launch"].graphs is (ranks == 1)
     assert (started["env"].get(CHECK_RANKS) == "1") is (ranks > 1)
+
+
+def test_a_preset_may_have_a_factor_a_number_of_requests_and_bounded_answers():
+    whole = workloads.build("coding-agent")
+    made = compare.workload("coding-agent@0.25:7", None, 9, None)
+    assert made.name == "coding-agent@0.25:7" and len(made.requests) == 7
+    assert max(request.answer for request in made.requests) == 9
+    longest = max(request.new_tokens for request in whole.requests[:7])
+    assert abs(max(request.new_tokens for request in made.requests) / longest - 0.25) < 0.01
+    assert compare.workload("coding-agent", None, None, None) == whole
+
+
+@pytest.mark.parametrize("preset", ["nonsense", "no-reuse@", "no-reuse:x", "no-reuse@1:2:3", "no-reuse@1.2.3"])
+def test_a_preset_that_is_none_is_one_line(preset):
+    with pytest.raises(ValueError) as error:
+        compare.workload(preset, None, None, None)
+    assert "\n" not in str(error.value)
