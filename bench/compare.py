@@ -8,6 +8,9 @@ each server (`bench/replay.py`), in-tree once for each window ratio. KV bytes ar
 --config: a model of cut depth gets the pools that the bytes hold at full depth. Rows are saved as they come, as
 FILE and as a Markdown page beside it; --resume measures only those that FILE lacks.
 
+A preset is NAME, NAME@FACTOR (all lengths times FACTOR), NAME:N (its first N requests) or both, NAME@FACTOR:N.
+--answers bounds what is generated: what a cache finds hangs on prompts, and long answers take most of the time.
+
 Servers run without tokenizer unless --tokenizer is given. Ours then knows no role tokens, and so not where a system
 prompt ends: the third request that shares one finds it instead of the second.
 """
@@ -17,9 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +44,12 @@ from rivals import (  # noqa: E402
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
+    same_kernels,
     together,
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import Client, Launch, Server, ServerError  # noqa: E402
+from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals  # noqa: E402
 
 PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")
 OTHER_RATIOS = (0.05, 0.2)
@@ -74,6 +80,21 @@ def contestants(options: argparse.Namespace) -> tuple[dict[str, Launch], dict[st
     return launches, memory
 
 
+def workload(preset: str, chats: int | None, answers: int | None, path: Path | None) -> workloads.Workload:
+    """The stream that NAME[@FACTOR][:N] means, under that name. Raises ValueError, one line.
+
+    answers  most tokens that a request generates
+    """
+    found = re.fullmatch(r"([^@:]+)(?:@([0-9.]+))?(?::([0-9]+))?", preset)
+    if found is None or found[1] not in workloads.PRESETS:
+        raise ValueError(f"{preset!r} is not NAME[@FACTOR][:N] of one of {', '.join(workloads.PRESETS)}")
+    factor, limit = float(found[2] or 1), int(found[3]) if found[3] else None
+    built = workloads.build(found[1], scale=factor, path=path, chats=chats, limit=limit)
+    if answers is not None:
+        built = replace(built, requests=tuple(replace(r, answer=min(r.answer, answers)) for r in built.requests))
+    return replace(built, name=preset)
+
+
 class Bench:
     """Replays presets against servers; keeps a row for each pair."""
 
@@ -82,54 +103,54 @@ class Bench:
         self.ids = (min(1000, vocabulary_of(options.model) // 2), vocabulary_of(options.model))
         self.rows: list[dict[str, Any]] = []
         self.starts: dict[str, float] = {}
-        self.setting = {name: getattr(options, name) for name in ("users", "tokens", "scale", "chats", "limit")}
+        self.kernels: dict[str, Any] = {}
+        self.setting = {name: getattr(options, name) for name in ("users", "tokens", "chats", "answers")}
         if options.resume and options.out.exists():
             kept = json.loads(options.out.read_text())
             if kept.get("setting") != self.setting:
                 raise ValueError(f"{options.out} was measured with {kept.get('setting')}, not with {self.setting}")
             self.rows = [row for row in kept["runs"] if "stopped" not in row]
+            self.starts, self.kernels = kept["start_s"], kept["kernels"]
 
     def run(self) -> None:
         """Raises ServerError where a server does not start or has died."""
         launches, memory = contestants(self.options)
-        built = [self.workload(name) for name in self.options.presets]
+        options = self.options
+        built = [workload(preset, options.chats, options.answers, options.path) for preset in options.presets]
         missing = [(w, name) for w in built for name in launches if not self.has(w.name, name)]
         needed = {name: launch for name, launch in launches.items() if any(name == other for _, other in missing)}
         if not needed:
             return
         with together(needed, self.options.logs, self.starts) as servers:
-            for server in servers.values():
-                self.warm_up(server.client)
-            for workload, name in missing:
-                self.rows.append({**self.row(workload, name, servers[name]), **memory[name]})
+            self.kernels = same_kernels(servers)
+            with ThreadPoolExecutor(len(servers)) as pool:
+                list(pool.map(lambda server: self.warm_up(server.client), servers.values()))
+            for stream, name in missing:
+                self.rows.append({**self.row(stream, name, servers[name]), **memory[name]})
                 self.save()
                 print(line(self.rows[-1]), flush=True)
 
     def has(self, preset: str, system: str) -> bool:
         return any(row["workload"] == preset and row["system"] == system for row in self.rows)
 
-    def workload(self, name: str) -> workloads.Workload:
-        options = self.options
-        return workloads.build(name, scale=options.scale, path=options.path, chats=options.chats, limit=options.limit)
-
     def warm_up(self, client: Client) -> None:
         """Whatever is compiled at the first use is compiled before times are taken."""
-        few = workloads.build("short-chats", scale=self.options.scale, chats=2 * self.options.users)
+        few = workload("short-chats", 2 * self.options.users, self.options.answers, None)
         few = replace(few, name="warm-up", requests=tuple(r for r in few.requests if r.turn == 0))
         self.replay(client, few, "warm-up")
 
-    def replay(self, client: Client, workload: workloads.Workload, system: str) -> dict[str, Any]:
+    def replay(self, client: Client, stream: workloads.Workload, system: str) -> dict[str, Any]:
         source = tokens_of(client, self.ids)
-        return replay(client, workload, users=self.options.users, speed=None, source=source, system=system)
+        return replay(client, stream, users=self.options.users, speed=None, source=source, system=system)
 
-    def row(self, workload: workloads.Workload, name: str, server: Server) -> dict[str, Any]:
+    def row(self, stream: workloads.Workload, name: str, server: Server) -> dict[str, Any]:
         """A preset that a server cannot take is a row that says so; a server that died ends the run."""
         try:
-            result = self.replay(server.client, workload, name)
+            result = self.replay(server.client, stream, name)
         except ServerError as error:
             if server.process.poll() is not None:
-                raise ServerError(f"{name} died during {workload.name}: {server.last_words()}") from None
-            return {"workload": workload.name, "system": name, "stopped": str(error)}
+                raise ServerError(f"{name} died during {stream.name}: {server.last_words()}") from None
+            return {"workload": stream.name, "system": name, "stopped": str(error)}
         return {key: value for key, value in result.items() if key != "url"}
 
     def save(self) -> None:
@@ -141,6 +162,7 @@ class Bench:
             "commit": options.commit,
             "command": " ".join(["python", "bench/compare.py", *sys.argv[1:]]),
             "setting": self.setting,
+            "kernels": self.kernels,
             "start_s": self.starts,
             "runs": self.rows,
         }
@@ -203,15 +225,14 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="checkpoint folder, or with --dummy one with a config.json alone")
     parser.add_argument("--config", type=Path, help="config.json whose bytes are counted (the model's)")
     parser.add_argument("--dummy", action="store_true", help="random weights over config.json alone")
-    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(workloads.PRESETS))
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="see above")
     parser.add_argument("--users", type=int, default=16, help="requests in flight, and most that run (16)")
     parser.add_argument(
         "--tokens", type=int, default=FULL_TOKENS, help="of the in-tree pool whose bytes all get (300,000)"
     )
     parser.add_argument("--ratios", type=float, nargs="*", default=list(OTHER_RATIOS), help="besides in-tree's default")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
     parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
-    parser.add_argument("--limit", type=int, help="requests of each preset to take from the beginning")
+    parser.add_argument("--answers", type=int, help="most tokens that a request generates (the preset's)")
     parser.add_argument("--path", type=Path, help="recording for mooncake")
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--tokenizer", action="store_true", help="servers load the checkpoint's tokenizer")
@@ -220,6 +241,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "compare")
     parser.add_argument("--out", type=Path, help="JSON file for the rows; a Markdown page is written beside it")
     options = parser.parse_args()
+    exit_on_signals()
     if options.resume and not options.out:
         parser.error("--resume needs --out")
     bench = None

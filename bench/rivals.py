@@ -14,12 +14,13 @@ from typing import Any, Self
 
 from sglang_dsv4.cache.sizing import fit_tokens, plan_slots
 from sglang_dsv4.geometry import INDEX_LAYOUTS, Geometry
-from sglang_dsv4.serving import Launch, Server, Words
+from sglang_dsv4.serving import Launch, Server, ServerError, Words
 
 IN_TREE_PAGE = 256
 DEFAULT_RATIO = 0.1  # of window tokens to full tokens, SGLang's own for this model
 FULL_TOKENS = 300_000  # the in-tree pool whose bytes both get
 START_TIMEOUT_S = 560.0
+KERNEL_FIELDS = ("moe_runner_backend", "fp8_gemm_runner_backend", "tp_size")
 LOG_INTERVAL = 32  # decode steps a line of the server's log
 
 # What the in-tree pools of V4-Flash take: bytes per token of the full pool and of the window pool, and per request row
@@ -36,6 +37,7 @@ class GpuLaunch(Launch):
     moe         --moe-runner-backend
     graphs      False runs decode steps eagerly, which starts faster
     tokenizer   the checkpoint's own
+    tp          tensor parallel ranks, each on a GPU of its own
     """
 
     device: str = "cuda"
@@ -44,16 +46,18 @@ class GpuLaunch(Launch):
     moe: str = "triton"
     graphs: bool = True
     tokenizer: bool = False
+    tp: int = 1
     chunked_prefill_size: int = 8192
     max_running_requests: int = 64
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, group_port: int) -> list[str]:
         return [
-            *super().command(port),
+            *super().command(port, group_port),
             *(() if self.tokenizer else ("--skip-tokenizer-init",)),
             *("--grammar-backend", "none", "--moe-runner-backend", self.moe),
             *("--disable-flashinfer-autotune", "--disable-prefill-cuda-graph"),
             *self._graph_flags(),
+            *self._rank_flags(),
             *("--mem-fraction-static", str(self.mem_share)),
             *("--decode-log-interval", str(LOG_INTERVAL)),
             "--enable-metrics",
@@ -63,6 +67,14 @@ class GpuLaunch(Launch):
         if not self.graphs:
             return ["--disable-cuda-graph"]
         return ["--cuda-graph-bs-decode", *(str(size) for size in graph_sizes(self.max_batch))]
+
+    def _rank_flags(self) -> list[str]:
+        """Both servers reduce through NCCL alone: SGLang would fuse reductions for the in-tree model's name only, and
+        its own all-reduce maps NVLink multicast memory, which not every virtual machine lets a program do."""
+        if self.tp == 1:
+            return []
+        quiet = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
+        return ["--tp-size", str(self.tp), *quiet]
 
     def over(self, pools: Pools, running: int) -> Self:
         """Ours, over pools of that size, for so many requests at a time."""
@@ -152,6 +164,21 @@ def together(launches: Mapping[str, Launch], logs: Path, waits: dict[str, float]
         yield {name: future.result() for name, future in futures.items()}
 
 
+def same_kernels(servers: Mapping[str, Server]) -> dict[str, Any]:
+    """The kernels outside attention that SGLang chose, by the names of its arguments.
+
+    Raises ServerError where the servers do not agree: they would then differ in more than what is compared.
+    """
+    settings = {name: server.client.settings() for name, server in servers.items()}
+    agreed: dict[str, Any] = {}
+    for field in KERNEL_FIELDS:
+        values = {name: of_server.get(field) for name, of_server in settings.items()}
+        if len(set(values.values())) > 1:
+            raise ServerError(f"servers differ in {field}: {values}; name one for all")
+        agreed[field] = next(iter(values.values()))
+    return agreed
+
+
 def text(name: str, count: int, vocabulary: int) -> list[int]:
     """`count` ordinary token ids, always the same ones for a name."""
     return Words(tuple(range(min(1000, vocabulary // 2), vocabulary))).draw(name, count)
@@ -163,6 +190,10 @@ def vocabulary_of(model: Path) -> int:
 
 
 def card() -> str:
+    """The first GPU's name."""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+    except OSError:
+        return "no GPU"
     return found[0].strip()

@@ -41,7 +41,7 @@ from rivals import (
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import Server, ServerError
+from sglang_dsv4.serving import Server, ServerError, exit_on_signals
 
 OURS, IN_TREE = "ours", "in_tree"
 SIDE_BY_SIDE = ("prefill", "decode", "long")  # served by one pair of servers
@@ -202,11 +202,13 @@ def main() -> int:
         "--repeats", type=int, default=5, help="runs of each server in turn, of which the median counts"
     )
     parser.add_argument("--profile", action="store_true", help="kernel profiles of decode steps into the results")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks of every server")
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    exit_on_signals()
     extra = ("--load-format", "dummy") if options.dummy else ()
     config = options.config or options.model
 
@@ -214,7 +216,7 @@ def main() -> int:
         """Rows are written as they come: a run that is stopped keeps what it measured."""
         write(bench, options)
 
-    base = GpuLaunch(options.model, mem_share=options.mem_share, extra_args=extra)
+    base = GpuLaunch(options.model, mem_share=options.mem_share, tp=options.tp, extra_args=extra)
     bench = Bench(base, config, options.logs, options.repeats, save)
     try:
         run(bench, options)

@@ -4,7 +4,8 @@
 
 The server checks SGLang's accounting at every step (SGLANG_DEBUG_MEMORY_POOL), pools and freed slots are full of NaN,
 and every few steps running requests are taken back and computed again (SGLANG_TEST_RETRACT). A request fails if its
-answer is short or has a logprob that is no number. Afterwards `verify` compares warm answers with cold ones.
+answer is short or has a logprob that is no number. Afterwards `verify` compares warm answers with cold ones. With
+--tp 2 two GPUs serve, without CUDA graphs, and the ranks compare page tables, slots and chosen entries in every step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import re
 import sys
 import tempfile
 import time
@@ -23,7 +25,8 @@ from typing import Any
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
 from sglang_dsv4.console import Progress
-from sglang_dsv4.serving import Client, Server, ServerError, Words
+from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
+from sglang_dsv4.switches import CHECK_RANKS
 from sglang_dsv4.verify import verify
 
 CHECKED = {
@@ -74,21 +77,34 @@ def main() -> int:
     parser.add_argument(
         "--tolerance", type=float, default=0.5, help="random weights: bench/swap.py shows what is usual"
     )
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks; several are compared in every step")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "soak.log")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    exit_on_signals()
     vocabulary = vocabulary_of(options.model)
-    launch = GpuLaunch(options.model, max_total_tokens=60_000, max_running_requests=32, max_mamba_cache_size=200)
+    launch = GpuLaunch(
+        options.model,
+        max_total_tokens=60_000,
+        max_running_requests=32,
+        max_mamba_cache_size=200,
+        mem_share=0.9,
+        tp=options.tp,
+        graphs=options.tp == 1,
+    )
+    env = CHECKED | ({CHECK_RANKS: "1"} if options.tp > 1 else {})
     result: dict[str, Any] = {"card": card(), "commit": options.commit, "command": " ".join(sys.argv)}
     try:
-        with Server(launch, options.log, timeout=START_TIMEOUT_S, env=CHECKED) as server:
+        with Server(launch, options.log, timeout=START_TIMEOUT_S, env=env) as server:
             started = time.monotonic()
             requests = prompts(options.requests, vocabulary)
             failed, cached = faults(server.client, requests, options.users)
             total = sum(len(ids) for ids, _ in requests)
             result |= {"requests": len(requests), "failed": failed, "prompt_tokens": total, "cached_tokens": cached}
             result["retractions"] = server.log.read_text(errors="replace").count("#retracted_reqs")
+            if options.tp > 1:
+                result["ranks"] = re.findall(r"ranks agreed in \d+ steps|ranks differ.*", server.log.read_text())[-1:]
             result["seconds"] = round(time.monotonic() - started, 1)
             print(json.dumps({**result, "failed": failed[:5]}), flush=True)
             said: list[str] = []
@@ -100,7 +116,7 @@ def main() -> int:
     print("\n".join(result.get("verify", [])), result.get("stopped", ""), flush=True)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if result.get("verified") and not result["failed"] else 1
+    return 0 if result.get("verified") and not result.get("failed") else 1
 
 
 if __name__ == "__main__":

@@ -2,31 +2,36 @@
 
     python bench/swap.py CHECKPOINT [--lengths 100 2047 ...] [--steps 512] [--out FILE]
 
-Four servers at once on one GPU: in-tree, in-tree with another prefill chunk, ours with FP8 indexer keys (the in-tree
-format), ours with FP4 keys. For every prompt:
+Four servers at once on one GPU, or with --tp 2 on two: in-tree, in-tree with another prefill chunk, ours with FP8
+indexer keys (the in-tree format), ours with FP4 keys. For every prompt:
 
 * logprobs of one fixed text (the first server's own answer) at 64 prompt positions and all answer positions, prefilled;
 * greedy decoding, guided back to the first server's answer after every token that differs: agreement in percent.
 
 The second server shows what a change that means nothing does to the same numbers: with random weights the best two
 tokens, and the last chosen expert and the first left out, are often a rounding apart.
+
+A checkpoint in the released formats needs --moe auto, which lets SGLang choose by the weights, or a named kernel for
+MXFP4 experts; the servers must then agree on it, and the result records it. Rows are saved as they come.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rivals import GpuLaunch, Pools, card, text, together, vocabulary_of
+from rivals import GpuLaunch, Pools, card, same_kernels, text, together, vocabulary_of
 
-from sglang_dsv4.serving import Client, Server, ServerError
+from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 
 TAIL = 64  # prompt positions whose logprobs are compared
 SEGMENT = 32  # answer tokens that one request is guided through; segments run side by side
@@ -101,9 +106,11 @@ def distance(reference: dict[str, Any], other: dict[str, Any], length: int, step
     }
 
 
-def swap(servers: dict[str, Server], lengths: list[int], steps: int, vocabulary: int) -> dict[str, list[Any]]:
-    """Distances of every server to the first one, per prompt length. The first is compared with itself too."""
-    rows: dict[str, list[Any]] = {name: [] for name in servers}
+def swap(
+    servers: dict[str, Server], lengths: list[int], steps: int, vocabulary: int, rows: dict[str, list[Any]]
+) -> Iterator[None]:
+    """Appends distances of every server to the first one to `rows`, a prompt length at a time. The first is compared
+    with itself too."""
     for length in lengths:
         answer = greedy(servers[REFERENCE].client, text(f"swap {length}", length, vocabulary), steps)
         with ThreadPoolExecutor(len(servers)) as pool:
@@ -111,13 +118,15 @@ def swap(servers: dict[str, Server], lengths: list[int], steps: int, vocabulary:
         measured = {name: future.result() for name, future in started.items()}
         for name in servers:
             row = distance(measured[REFERENCE], measured[name], length, steps)
-            rows[name].append(row)
+            rows.setdefault(name, []).append(row)
             print(f"  {name}: {row}", flush=True)
-    return rows
+        yield
 
 
-def arms(model: Path, moe: str, extra: tuple[str, ...]) -> dict[str, GpuLaunch]:
-    ours = KeyedLaunch(model, moe=moe, extra_args=extra).over(Pools(200_000, 200, 0), 16)
+def arms(model: Path, moe: str, fp8_gemm: str, tp: int) -> dict[str, GpuLaunch]:
+    gemm = ("--fp8-gemm-backend", fp8_gemm)
+    # Every server but the first finds the others' weights on the card already: the share only has to leave room.
+    ours = KeyedLaunch(model, moe=moe, tp=tp, mem_share=0.9, extra_args=gemm).over(Pools(200_000, 200, 0), 16)
     in_tree = replace(ours, plugin=False)
     return {
         REFERENCE: in_tree,
@@ -134,27 +143,36 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks of every server")
     parser.add_argument("--moe", default="triton", help="--moe-runner-backend; auto lets SGLang choose by the weights")
+    parser.add_argument("--fp8-gemm", default="auto", help="--fp8-gemm-backend, for weights in FP8")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "swap")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    starts: dict[str, float] = {}
-    extra = ("--tp-size", str(options.tp)) if options.tp > 1 else ()
-    try:
-        with together(arms(options.model, options.moe, extra), options.logs, starts) as servers:
-            rows = swap(servers, options.lengths, options.steps, vocabulary_of(options.model))
-    except ServerError as error:
-        parser.exit(1, f"swap: {error}\n")
-    result = {
+    exit_on_signals()
+    result: dict[str, Any] = {
         "card": card(),
         "commit": options.commit,
         "command": " ".join(sys.argv),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("SGLANG_")},
         "model": json.loads((options.model / "config.json").read_text()) | {"architectures": None},
-        "start_s": starts,
-        "rows": rows,
+        "start_s": {},
+        "rows": {},
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    def save() -> None:
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    launches = arms(options.model, options.moe, options.fp8_gemm, options.tp)
+    try:
+        with together(launches, options.logs, result["start_s"]) as servers:
+            result["kernels"] = same_kernels(servers)
+            print(f"kernels of all servers: {result['kernels']}", flush=True)
+            vocabulary = vocabulary_of(options.model)
+            for _ in swap(servers, options.lengths, options.steps, vocabulary, result["rows"]):
+                save()
+    except ServerError as error:
+        parser.exit(1, f"swap: {error}\n")
     return 0
 
 

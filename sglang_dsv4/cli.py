@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_dsv4 import __version__
-from sglang_dsv4.serving import Client, Launch, Server, ServerError, check_port, free_port
+from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals, reserve_port
 
 FAILED, UNUSABLE = 1, 2  # exit codes: a check failed; it could not be run
 
@@ -116,11 +116,9 @@ def _verify(args: argparse.Namespace) -> int:
 @contextmanager
 def _server(args: argparse.Namespace, port: int | None) -> Iterator[Server]:
     """A server for the checkpoint of the arguments; a tiny one is written where none is named."""
-    # Ending this process by a signal, or by closing its terminal, must end the server, too.
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
-    port = free_port() if port is None else port
-    check_port(port)
+    exit_on_signals()
+    if port is not None:
+        reserve_port(port).close()  # told before a checkpoint is written
     with tempfile.TemporaryDirectory(prefix="sglang-dsv4-") as scratch:
         model = args.model
         if model is None:
@@ -128,12 +126,14 @@ def _server(args: argparse.Namespace, port: int | None) -> Iterator[Server]:
             importlib.import_module("sglang_dsv4.tiny").write_checkpoint(model)
         launch = Launch(model, device=args.device, extra_args=tuple(args.server_args))
         # Not inside `scratch`: an error message sends the user to the log when that is gone.
-        log = args.log or Path(tempfile.gettempdir()) / f"sglang-dsv4-{port}.log"
-        launch.check()
-        print(f"starting: python {shlex.join(launch.command(port)[1:])}", flush=True)
-        with Server(launch, log, port=port) as server:
+        log = args.log or Path(tempfile.gettempdir()) / f"sglang-dsv4-{port or f'process-{os.getpid()}'}.log"
+        with Server(launch, log, port=port, starting=_say_command) as server:
             print(f"ready: {server.url} (log: {log})", flush=True)
             yield server
+
+
+def _say_command(command: Sequence[str]) -> None:
+    print(f"starting: python {shlex.join(command[1:])}", flush=True)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from .flag_rules import CPU_RULES, ENVIRONMENT, HARMLESS, REFUSED_VALUES, RULES, Rule
 from .geometry import INDEX_LAYOUTS, MAIN_LAYOUTS, PAGE_SIZES, Geometry
-from .switches import REFERENCE, switched_on
+from .switches import CHECK_RANKS, REFERENCE, switched_on
 
 ARCHITECTURE = "DeepseekV4SlotForCausalLM"
 BACKEND = "dsv4_slot"  # the attention backend's and the config parser's name
@@ -283,14 +283,20 @@ def refuse_checkpoint(raw: Mapping[str, Any]) -> None:
     geometry_of(None, raw, env={})
 
 
+_EAGER_ONLY = {
+    REFERENCE: "the torch references choose rows on the host",
+    CHECK_RANKS: "ranks are compared on the host in every step",
+}
+
+
 def check_cuda(args: Any, env: Mapping[str, str]) -> None:
-    """Refuses what the CUDA kernels do not store, and torch references inside CUDA graphs."""
+    """Refuses what the CUDA kernels do not store, and inside CUDA graphs what needs the host within a step."""
     rows, keys = store_format(args, env)
+    graphs = not _value(args, "disable_cuda_graph") and _value(args, "cuda_graph_backend_decode") != "disabled"
+    for switch, why in _EAGER_ONLY.items():
+        if switched_on(switch, env) and graphs:
+            raise Refused(f"{switch}=1 with CUDA graphs", f"{why}, which a graph cannot", "add --disable-cuda-graph")
     if switched_on(REFERENCE, env):
-        graphs = not _value(args, "disable_cuda_graph") and _value(args, "cuda_graph_backend_decode") != "disabled"
-        if graphs:
-            why = "the torch references choose rows on the host, which a graph cannot"
-            raise Refused(f"{REFERENCE}=1 with CUDA graphs", why, "add --disable-cuda-graph")
         return
     if (rows, keys) not in (("fp8", "fp4"), ("fp8", "fp8")):
         raise Refused(

@@ -14,7 +14,6 @@ import os
 import random
 import re
 import signal
-import socket
 import string
 import subprocess
 import sys
@@ -29,10 +28,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from sglang_dsv4.ports import PortTaken, Reservation, reserve
+
 PARSER = "dsv4_slot"
 READY_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 600.0
 _TELLING = re.compile(r"^sglang-dsv4: |Scheduler hit an exception: |^(\w+\.)*\w*(Error|Exception): ")
+# uvicorn's, and that of the store through which SGLang's ranks find each other.
+_TAKEN = re.compile(r"\[Errno 98\]|EADDRINUSE|[Aa]ddress already in use")
+STARTS = 3  # of one server, each on other ports, where another process takes them
 _MIN_TOKEN_IDS = 16  # fewer distinct ids make prompts that look alike
 
 
@@ -102,10 +106,15 @@ class Client:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
+    def settings(self) -> dict[str, Any]:
+        """Every field of SGLang's arguments as they were resolved, and its live state."""
+        raw: dict[str, Any] = json.loads(self._send("/server_info", timeout=30))
+        return raw
+
     def info(self) -> ServerInfo:
         """Raises ServerError where nothing answers or what answers is not SGLang."""
         try:
-            raw = json.loads(self._send("/server_info", timeout=30))
+            raw = self.settings()
             return ServerInfo(
                 model_path=str(raw["model_path"]),
                 page_size=int(raw["page_size"]),
@@ -270,24 +279,14 @@ def _one_line(value: object, limit: int = 300) -> str:
     return " ".join(str(value).split())[:limit]
 
 
-def check_port(port: int) -> None:
-    """Raises ServerError for a port that no server can be started on."""
+def reserve_port(port: int) -> Reservation:
+    """That port, kept from other starts. Raises ServerError where no server can be started on it."""
     if not 0 < port < 65536:
         raise ServerError(f"{port} is not a port: use 1 to 65535")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ServerError(f"port {port} cannot be used ({error.strerror}): name another with --port") from None
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    try:
+        return Reservation(port)
+    except PortTaken as error:
+        raise ServerError(f"port {port} cannot be used ({error.strerror}): name another with --port") from None
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,8 @@ class Launch:
     extra_args: tuple[str, ...] = ()
     plugin: bool = True
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, group_port: int) -> list[str]:
+        """What to run: a server on `port`, whose ranks find each other on `group_port`."""
         parser = ("--model-config-parser", PARSER) if self.plugin else ()
         slots = ("--max-mamba-cache-size", str(self.max_mamba_cache_size)) if self.plugin else ()
         return [
@@ -317,7 +317,7 @@ class Launch:
             *("--model-path", str(self.model)),
             *parser,
             *("--device", self.device),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(group_port)),
             *("--max-total-tokens", str(self.max_total_tokens)),
             *("--max-running-requests", str(self.max_running_requests)),
             *slots,
@@ -350,7 +350,9 @@ class Launch:
 class Server:
     """A server subprocess with its own process group; a context manager that ends it.
 
-    `launch.command(port)` is run with stdout and stderr in `log`.
+    `launch.command(port, group port)` is run with stdout and stderr in `log`. Another process may take a port before
+    SGLang binds it, which leaves SGLang running without listening. That is read off the log, and the server is started
+    again on other ports, up to STARTS times; a port that the caller named is not replaced.
     """
 
     def __init__(
@@ -362,40 +364,81 @@ class Server:
         env: Mapping[str, str] | None = None,
         timeout: float = READY_TIMEOUT_S,
         waiting: Callable[[float], None] | None = None,
+        starting: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
-        """Returns when the server is ready. `waiting(seconds)` is called about once a second until then."""
+        """Returns when the server is ready. `waiting(seconds)` is called about once a second until then.
+
+        `starting` is told the command of every start. `timeout` (seconds) bounds all starts together.
+        Raises ServerError.
+        """
         launch.check()
         self.launch = launch
-        self.port = free_port() if port is None else port
-        check_port(self.port)  # whoever listens there would be taken for this server
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.client = Client(self.url)
         self.log = log
-        with _opened(log) as out:
-            self.process = subprocess.Popen(
-                launch.command(self.port),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **launch.environment(), **(env or {})},
-                start_new_session=True,
-            )
-        try:
-            self._wait_ready(timeout, waiting)
-        except BaseException:
-            self.stop()
-            raise
+        self._env = dict(env or {})
+        self._starting = starting
+        deadline = time.monotonic() + timeout
+        for attempt in range(1, STARTS + 1):
+            self._start(port)
+            try:
+                self._wait_ready(deadline, timeout, waiting)
+                return
+            except _PortLost as lost:
+                self.stop()
+                if port is not None or attempt == STARTS:
+                    tried = "" if attempt == 1 else f", {attempt} times in a row"
+                    again = "try again" if port is None else "name another with --port"
+                    what = f"another process took a port while the server started{tried}"
+                    raise ServerError(f"{what} ({lost}): {again} (log: {log})") from None
+            except BaseException:
+                self.stop()
+                raise
 
-    def _wait_ready(self, timeout: float, waiting: Callable[[float], None] | None) -> None:
+    def _start(self, port: int | None) -> None:
+        """One process on `port`, or on one of its own choice."""
+        with contextlib.ExitStack() as kept:
+            held = [_reserve() if port is None else reserve_port(port), _reserve()]
+            for reservation in held:
+                kept.callback(reservation.close)
+            self.port = held[0].port
+            self.url = f"http://127.0.0.1:{self.port}"
+            self.client = Client(self.url)
+            command = self.launch.command(self.port, held[1].port)
+            with _opened(self.log) as out:
+                if self._starting:
+                    self._starting(command)
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self.launch.environment(), **self._env},
+                    start_new_session=True,
+                )
+            self._reservations = kept.pop_all()
+
+    def _wait_ready(self, deadline: float, timeout: float, waiting: Callable[[float], None] | None) -> None:
         start = time.monotonic()
-        while not self.client.ready():
+        while True:
+            ready = self.client.ready()
+            # Asked first: whoever took the port may answer in this server's place.
+            if lost := self._lost_port():
+                raise _PortLost(lost)
+            if ready:
+                return
             if self.process.poll() is not None:
+                if lost := self._lost_port():  # written since
+                    raise _PortLost(lost)
                 raise ServerError(f"the server did not start: {self.last_words()} (log: {self.log})")
-            if time.monotonic() - start > timeout:
+            if time.monotonic() > deadline:
                 raise ServerError(f"the server was not ready after {timeout:.0f} s (log: {self.log})")
             if waiting:
                 waiting(time.monotonic() - start)
             time.sleep(1.0)
+
+    def _lost_port(self) -> str | None:
+        """The log's line that says a port could not be bound."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return next((_one_line(line) for line in lines if _TAKEN.search(line)), None)
 
     def last_words(self) -> str:
         """The last line of the log that names an error, or else the last line."""
@@ -412,6 +455,7 @@ class Server:
             while _group_alive(self.process) and time.monotonic() < deadline:
                 time.sleep(0.1)
         self.process.wait()
+        self._reservations.close()
 
     def __enter__(self) -> Self:
         return self
@@ -420,6 +464,23 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def exit_on_signals() -> None:
+    """From now on SIGTERM and SIGHUP end this process as `sys.exit` does, so that the servers it started end, too."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+
+
+class _PortLost(Exception):
+    """A port was taken between its choice and its use; the message is the log's line."""
+
+
+def _reserve() -> Reservation:
+    try:
+        return reserve()
+    except PortTaken as error:
+        raise ServerError(f"{error.strerror}: end other servers, or name a port with --port") from None
 
 
 def _opened(log: Path) -> BinaryIO:

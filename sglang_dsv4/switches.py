@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 REFERENCE = "SGLANG_DSV4_REFERENCE"  # torch references instead of CUDA kernels
+CHECK_RANKS = "SGLANG_DSV4_CHECK_RANKS"  # ranks compare what they read and choose: attention/agreement.py
 
 
 def switched_on(name: str, env: Mapping[str, str] | None = None) -> bool:

@@ -15,7 +15,8 @@ from fake_server import FakeServer
 from sglang_dsv4 import check, cli, serving
 from sglang_dsv4.console import Progress, table
 from sglang_dsv4.ops import jit
-from sglang_dsv4.serving import Launch, Server, ServerError, free_port
+from sglang_dsv4.ports import free_port
+from sglang_dsv4.serving import Launch, Server, ServerError
 
 ROOT = Path(cli.__file__).parent.parent
 
@@ -123,7 +124,9 @@ def test_ids_that_are_no_range_are_refused(ids, capsys):
     assert "LOW:HIGH" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ("http://[::1", "http://x:abc", "http://x y:1", "http://x:0", "http://x:99999", "ftp://x"))
+@pytest.mark.parametrize(
+    "url", ("http://[::1", "http://x:abc", "http://x y:1", "http://x:0", "http://x:99999", "ftp://x")
+)
 def test_an_address_that_is_none_is_one_line(url, capsys):
     assert cli.main(["verify", "--url", url]) == cli.UNUSABLE
     error = capsys.readouterr().err
@@ -219,7 +222,7 @@ def checkpoint(folder: Path) -> Path:
 class Script(Launch):
     """A launch that runs a Python program instead of SGLang."""
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, group_port: int) -> list[str]:
         return [sys.executable, "-c", self.extra_args[0], str(port)]
 
     def check(self) -> None:
@@ -251,7 +254,7 @@ import sys
 from pathlib import Path
 from sglang_dsv4 import cli, serving
 class Script(serving.Launch):
-    def command(self, port): return [sys.executable, "-c", LISTEN, str(port)]
+    def command(self, port, group_port): return [sys.executable, "-c", LISTEN, str(port)]
     def check(self): pass
 cli.Launch = Script
 LISTEN = sys.argv[3]
@@ -305,7 +308,7 @@ def test_a_launch_is_refused_before_anything_starts(tmp_path, monkeypatch):
 
 
 def test_a_launch_always_bounds_the_pools():
-    command = Launch(Path("m")).command(1)
+    command = Launch(Path("m")).command(1, 2)
     assert {"--max-total-tokens", "--max-running-requests", "--max-mamba-cache-size"} <= set(command)
     assert command[command.index("--model-config-parser") + 1] == "dsv4_slot"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from array import array
 from types import SimpleNamespace
 
@@ -145,6 +148,27 @@ def test_equal_texts_of_two_namespaces_are_two():
         order.arrives(SimpleNamespace(page_size=PAGE), request)
     keys = [request._dsv4_arrival.chain[0] for request in requests]
     assert keys[0] == keys[2] != keys[1]
+
+
+def test_every_process_hashes_a_text_alike():
+    """Ranks are processes, each with a seed of its own for Python's hashes of strings."""
+    program = (
+        "from types import SimpleNamespace as S; from array import array; from sglang_dsv4.cache import order; "
+        "text = array('q', range(256)); a = S(chain=array('q')); "
+        "r = S(extra_key='a', cache_salt=None, full_untruncated_fill_ids=text); "
+        "order._extend(a, r, 128); print(list(a.chain))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()[-1]
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
 
 
 def test_a_hash_stands_for_all_text_before_it_and_grows_with_the_answer():

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from fake_server import FakeServer
 
-from sglang_dsv4.serving import Answer, Client, ServerError, free_port
+from sglang_dsv4.ports import free_port
+from sglang_dsv4.serving import Answer, Client, ServerError
 from sglang_dsv4.verify import compare, verify
 
 

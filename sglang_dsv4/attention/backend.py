@@ -14,11 +14,13 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 
+from sglang_dsv4.attention.agreement import RankAgreement
 from sglang_dsv4.attention.core import Projections, Step, attend
 from sglang_dsv4.attention.lanes import Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle
 from sglang_dsv4.cache.pages import PagePool
 from sglang_dsv4.cache.slots import SlotReqToTokenPool
+from sglang_dsv4.geometry import CSA_RATIO
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.decode_rows import DecodeRows
 from sglang_dsv4.ops.dispatch import operations, reference_forced
@@ -53,6 +55,7 @@ class SlotAttentionBackend(AttentionBackend):
         self.ops = operations(self.device.type)
         _compile(self.device)
         self._last_layer = self.geometry.num_layers - 1
+        self._agreement = RankAgreement.of_server(self.geometry.layers_of(CSA_RATIO))
         self._static: DecodeRows | None = None
         self._scoring: ScorePlan | None = None
         self._captured: dict[int, Step] = {}
@@ -71,6 +74,10 @@ class SlotAttentionBackend(AttentionBackend):
             self._snapshots = self._due_snapshots(forward_batch, self._step.meta)
         elif not mode.is_idle():
             self._step = self._extend_step(forward_batch)
+        if self._agreement is not None and self._step is not None:
+            self._step.chose = self._agreement.chose
+            meta = self._step.meta
+            self._agreement.start(meta, self._snapshots or (meta.snapshot_slots, meta.snapshot_lens))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Captured decode steps: fills the static tensors that the graph of this batch size reads."""
@@ -212,13 +219,18 @@ class SlotAttentionBackend(AttentionBackend):
         *,
         inputs: Projections,
     ) -> Tensor:
-        """float [N, H, 512]: `core.attend` of one layer; after the last layer of a decode step, its snapshots."""
+        """float [N, H, 512]: `core.attend` of one layer; after the last layer of a decode step, its snapshots.
+
+        Raises RankError after the last layer where ranks are compared and differ.
+        """
         if self._step is None:
             inputs.prepare()
             return torch.zeros_like(inputs.query())
         out = attend(layer.params, inputs, self._step)
         if layer.layer_id == self._last_layer and self._snapshots is not None:
             self.ops.copy_state(self.slots.slot_windows, self.slots.overlaps, *self._snapshots)
+        if layer.layer_id == self._last_layer and self._agreement is not None:
+            self._agreement.finish()
         return out
 
 

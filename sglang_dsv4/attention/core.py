@@ -10,6 +10,7 @@ step entries, window and index choice can run beside the query's projection (`la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -135,6 +136,7 @@ class Step:
     lanes                   side streams of a decode step
     rows                    what a server's decode step was given of it; computed where absent
     scoring                 which requests of a decode step the indexer scores together; each alone where absent
+    chose                   told every CSA layer's id and chosen entries, where somebody wants to know
     """
 
     meta: StepMeta
@@ -147,6 +149,7 @@ class Step:
     lanes: Lanes | NoLanes = field(default_factory=NoLanes)
     rows: DecodeRows | None = None
     scoring: ScorePlan | None = None
+    chose: Callable[[int, Tensor], None] | None = None
     _shared: dict[object, object] = field(default_factory=dict)
     _workspace: Tensor | None = None
 
@@ -244,7 +247,10 @@ def _choose(
             plan=step.scoring,
         )
         chosen.append(step.ops.index_topk(scores, meta, topk=params.index_topk, physical=physical))
-    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+    entries = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+    if step.chose is not None:
+        step.chose(params.layer_id, entries)
+    return entries
 
 
 def _score_slices(step: Step, width: int) -> list[tuple[int, int]]:

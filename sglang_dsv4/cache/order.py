@@ -12,6 +12,7 @@ as a leaf, and so is a node whose last child was evicted; what became of it mean
 from __future__ import annotations
 
 import time
+import zlib
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +131,8 @@ def _text(tokens: Any) -> array[int]:
 
 
 def _seed(req: Any) -> int:
-    """What keeps equal texts of different namespaces apart."""
-    return hash((getattr(req, "extra_key", None), getattr(req, "cache_salt", None)))
+    """What keeps equal texts of different namespaces apart: the same in every rank, as Python's own hash is not."""
+    return zlib.crc32(repr((getattr(req, "extra_key", None), getattr(req, "cache_salt", None))).encode())
 
 
 def _path(tree: Any, node: int) -> tuple[TreePathNodeInfo, ...]:

@@ -219,7 +219,7 @@ def test_decode_attention_is_deterministic_and_replays(device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("heads", [8, 32, 64, 128])
 def test_prefill_attention(device, heads, kernel):
     need(kernel, heads)
     guard = Guarded(device)
