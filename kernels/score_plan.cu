@@ -1,7 +1,7 @@
 // Which requests of a decode step share leading pages; contract in sglang_dsv4/ops/score_plan.py.
 //
-// `compare_prefixes`, a block a request, finds its class (the requests with the same page in the column that the shortest
-// shared part ends in), its place there and how many leading pages it has in common with the class's first request.
+// `compare_prefixes`, a block a request, finds its class (the requests with the same page in the column in which the least
+// shared part ends), its place there and how many leading pages it has in common with the class's first request.
 // `form_groups`, one block, cuts classes into groups and adds up their costs. Neither depends on an order of arrival.
 #include "dsv4/check.h"
 #include "dsv4/grid.cuh"

@@ -1,9 +1,10 @@
 // Scores of a decode step whose requests share leading pages, by the plan of score_plan.cu. Hopper alone.
 //
 // A block that meets shared tiles of a group keeps the images of its members, brings each tile of keys into operand
-// registers once and multiplies it with one image after another. Tiles of a member's own are the group's last, scored from the same
-// images; a block that meets those of one member alone, or a request alone, scores them as score_few does. Operands,
-// products and sums are score_few's, in the same order: a score has the same bits however its request was grouped.
+// registers once and multiplies it with one image after another. Tiles of a member's own are the group's last, scored
+// from the same images; a block that meets those of one member alone, or a request alone, scores them as score_few does.
+// Operands, products and sums are score_few's, in the same order: a score has the same bits however its request was
+// grouped.
 #pragma once
 
 #include "dsv4/scores_few.cuh"
@@ -150,8 +151,8 @@ struct Collected<false> {
   }
 };
 
-// Multiplies a team's tiles with the members' images. While a product runs the one before it is summed up and, at the end
-// of a tile, the next tile's keys become operands; what is under way is awaited before anything that it uses changes.
+// Multiplies a team's tiles with the members' images. While a product runs the one before it is summed up. Between tiles
+// none of the team's runs.
 template <typename Layout>
 struct GroupPass {
   static constexpr int kStages = kGroupStages<Layout>, kStageBytes = KeyShare<Layout>::kStageBytes;
