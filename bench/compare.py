@@ -44,6 +44,7 @@ from rivals import (  # noqa: E402
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
+    positive,
     same_kernels,
     together,
     vocabulary_of,
@@ -53,6 +54,7 @@ from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_sig
 
 PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")
 OTHER_RATIOS = (0.05, 0.2)
+LEAST_FACTOR, MOST_FACTOR = 0.001, 100.0  # of a preset's lengths
 OURS = "ours"
 
 
@@ -85,10 +87,12 @@ def workload(preset: str, chats: int | None, answers: int | None, path: Path | N
 
     answers  most tokens that a request generates
     """
-    found = re.fullmatch(r"([^@:]+)(?:@([0-9.]+))?(?::([0-9]+))?", preset)
+    found = re.fullmatch(r"([^@:]+)(?:@([0-9]*\.?[0-9]+))?(?::([0-9]+))?", preset)
     if found is None or found[1] not in workloads.PRESETS:
         raise ValueError(f"{preset!r} is not NAME[@FACTOR][:N] of one of {', '.join(workloads.PRESETS)}")
     factor, limit = float(found[2] or 1), int(found[3]) if found[3] else None
+    if not LEAST_FACTOR <= factor <= MOST_FACTOR or limit == 0:
+        raise ValueError(f"{preset!r}: FACTOR lies between {LEAST_FACTOR} and {MOST_FACTOR:.0f}, N is at least 1")
     built = workloads.build(found[1], scale=factor, path=path, chats=chats, limit=limit)
     if answers is not None:
         built = replace(built, requests=tuple(replace(r, answer=min(r.answer, answers)) for r in built.requests))
@@ -226,13 +230,13 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="config.json whose bytes are counted (the model's)")
     parser.add_argument("--dummy", action="store_true", help="random weights over config.json alone")
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="see above")
-    parser.add_argument("--users", type=int, default=16, help="requests in flight, and most that run (16)")
+    parser.add_argument("--users", type=positive, default=16, help="requests in flight, and most that run (16)")
     parser.add_argument(
-        "--tokens", type=int, default=FULL_TOKENS, help="of the in-tree pool whose bytes all get (300,000)"
+        "--tokens", type=positive, default=FULL_TOKENS, help="of the in-tree pool whose bytes all get (300,000)"
     )
     parser.add_argument("--ratios", type=float, nargs="*", default=list(OTHER_RATIOS), help="besides in-tree's default")
-    parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
-    parser.add_argument("--answers", type=int, help="most tokens that a request generates (the preset's)")
+    parser.add_argument("--chats", type=positive, help="number of chats of short-chats (120)")
+    parser.add_argument("--answers", type=positive, help="most tokens that a request generates (the preset's)")
     parser.add_argument("--path", type=Path, help="recording for mooncake")
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--tokenizer", action="store_true", help="servers load the checkpoint's tokenizer")

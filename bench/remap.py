@@ -13,11 +13,12 @@ import argparse
 import ctypes
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rivals import card
+from rivals import card, positive
 
 LOT = 2 << 20
 SLOT_STORES, PAGE_STORES = 43 + 21, 41 + 21
@@ -125,11 +126,15 @@ def moves(driver: Driver, lots: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lots", type=int, default=SLOT_STORES, help="mappings that move together")
+    parser.add_argument("--lots", type=positive, default=SLOT_STORES, help="mappings that move together")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    times = moves(Driver(), options.lots)
+    try:
+        times = moves(Driver(), options.lots)
+    except (OSError, RuntimeError) as error:
+        print(f"remap: {error}", file=sys.stderr)
+        return 1
     result = {
         "card": card(),
         "commit": options.commit,

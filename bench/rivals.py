@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ IN_TREE_PAGE = 256
 DEFAULT_RATIO = 0.1  # of window tokens to full tokens, SGLang's own for this model
 FULL_TOKENS = 300_000  # the in-tree pool whose bytes both get
 START_TIMEOUT_S = 560.0
+NO_GPU = "no GPU"
 KERNEL_FIELDS = ("moe_runner_backend", "fp8_gemm_runner_backend", "tp_size")
 LOG_INTERVAL = 32  # decode steps a line of the server's log
 
@@ -92,7 +95,9 @@ class GpuLaunch(Launch):
         return replace(launch, plugin=False, extra_args=(*self.extra_args, "--swa-full-tokens-ratio", str(ratio)))
 
     def check(self) -> None:
-        """Nothing of a CPU server's needs."""
+        """Raises ServerError where there is no GPU: SGLang would say so a minute later, in other words."""
+        if card() in ("", NO_GPU):
+            raise ServerError("no CUDA device: this benchmark needs a GPU")
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -140,28 +145,43 @@ def in_tree_tokens(budget: int, ratio: float, running: int) -> int:
 def together(launches: Mapping[str, Launch], logs: Path, waits: dict[str, float]) -> Iterator[dict[str, Server]]:
     """All servers, started at the same time on the same device; `waits` gets each one's seconds to readiness.
 
-    Raises ServerError of the first that does not start, after stopping the others.
+    Raises ServerError of the first that does not start, after stopping the others. An exception meanwhile, such as that
+    of a signal, stops all of them.
     """
+    ending = threading.Event()
+
+    def go_on(_: float) -> None:
+        if ending.is_set():
+            raise _Ended("stopped")
 
     def start(name: str) -> Server:
         began = time.monotonic()
         log = logs / f"{name.replace(' ', '_').replace(',', '')}.log"
-        server = Server(launches[name], log, timeout=START_TIMEOUT_S)
+        try:
+            server = Server(launches[name], log, timeout=START_TIMEOUT_S, waiting=go_on)
+        except BaseException:
+            ending.set()  # nobody waits a minute for servers that are not going to be used
+            raise
+        stack.push(server)
         waits[name] = round(time.monotonic() - began, 1)
         print(f"{name}: ready after {waits[name]} s", flush=True)
         return server
 
-    with ExitStack() as stack, ThreadPoolExecutor(len(launches)) as pool:
-        futures = {name: pool.submit(start, name) for name in launches}
-        failure = None
-        for future in futures.values():
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(launches)) as pool:
             try:
-                stack.enter_context(future.result())
-            except Exception as error:
-                failure = failure or error
-        if failure:
-            raise failure
+                futures = {name: pool.submit(start, name) for name in launches}
+                failures = [error for future in futures.values() if (error := future.exception())]
+            except BaseException:
+                ending.set()
+                raise
+        if failures:
+            raise next((error for error in failures if not isinstance(error, _Ended)), failures[0])
         yield {name: future.result() for name, future in futures.items()}
+
+
+class _Ended(ServerError):
+    """A start that was given up because of something else."""
 
 
 def same_kernels(servers: Mapping[str, Server]) -> dict[str, Any]:
@@ -184,9 +204,25 @@ def text(name: str, count: int, vocabulary: int) -> list[int]:
     return Words(tuple(range(min(1000, vocabulary // 2), vocabulary))).draw(name, count)
 
 
+def config_of(model: Path) -> dict[str, Any]:
+    """A checkpoint folder's config.json. Raises ServerError where there is none."""
+    try:
+        raw: dict[str, Any] = json.loads((model / "config.json").read_text())
+        int(raw["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"{model} is no checkpoint folder ({type(error).__name__}: {error})") from None
+    return raw
+
+
 def vocabulary_of(model: Path) -> int:
-    raw: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return int(raw["vocab_size"])
+    return int(config_of(model)["vocab_size"])
+
+
+def positive(text: str) -> int:
+    """An argument that must be a whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def card() -> str:
@@ -195,5 +231,5 @@ def card() -> str:
     try:
         found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
     except OSError:
-        return "no GPU"
+        return NO_GPU
     return found[0].strip()

@@ -32,10 +32,12 @@ from rivals import (
     GpuLaunch,
     Pools,
     card,
+    config_of,
     geometry,
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
+    positive,
     text,
     together,
     vocabulary_of,
@@ -192,17 +194,18 @@ def main() -> int:
     parser.add_argument("--dummy", action="store_true", help="random weights over config.json alone")
     parser.add_argument("--config", type=Path, help="config.json whose bytes `sizes` and `chats` count")
     parser.add_argument("--only", nargs="+", choices=TESTS, default=list(TESTS))
-    parser.add_argument("--chats", type=int, nargs="+", default=[60, 120, 240, 500, 1000])
+    parser.add_argument("--chats", type=positive, nargs="+", default=[60, 120, 240, 500, 1000])
     parser.add_argument("--ratios", type=float, nargs="+", default=list(WINDOW_RATIOS))
-    parser.add_argument("--scale", type=int, nargs="+", default=[1, 8], help="times the bytes of the in-tree pool")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768, 131072])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--own", nargs="+", default=["64x32768", "16x131072"], help="BATCHxCONTEXT of `distinct`")
+    parser.add_argument("--scale", type=positive, nargs="+", default=[1, 8], help="times the bytes of the in-tree pool")
+    parser.add_argument("--contexts", type=positive, nargs="+", default=[4096, 32768, 131072])
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 16, 64])
+    cells = [(64, 32768), (16, 131072)]
+    parser.add_argument("--own", type=cell, nargs="+", default=cells, help="BATCHxCONTEXT of `distinct`")
     parser.add_argument(
-        "--repeats", type=int, default=5, help="runs of each server in turn, of which the median counts"
+        "--repeats", type=positive, default=5, help="runs of each server in turn, of which the median counts"
     )
     parser.add_argument("--profile", action="store_true", help="kernel profiles of decode steps into the results")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks of every server")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks of every server")
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving")
@@ -210,22 +213,28 @@ def main() -> int:
     options = parser.parse_args()
     exit_on_signals()
     extra = ("--load-format", "dummy") if options.dummy else ()
-    config = options.config or options.model
 
     def save() -> None:
         """Rows are written as they come: a run that is stopped keeps what it measured."""
         write(bench, options)
 
-    base = GpuLaunch(options.model, mem_share=options.mem_share, tp=options.tp, extra_args=extra)
-    bench = Bench(base, config, options.logs, options.repeats, save)
     try:
-        run(bench, options)
-    except ServerError as error:
+        base = GpuLaunch(options.model, mem_share=options.mem_share, tp=options.tp, extra_args=extra)
+        bench = Bench(base, options.config or options.model, options.logs, options.repeats, save)
+        try:
+            run(bench, options)
+        finally:
+            save()
+    except (ServerError, OSError) as error:
         print(f"serving: {error}", file=sys.stderr)
         return 1
-    finally:
-        write(bench, options)
     return 0
+
+
+def cell(text: str) -> tuple[int, int]:
+    """BATCHxCONTEXT."""
+    batch, _, context = text.partition("x")
+    return positive(batch), positive(context)
 
 
 def run(bench: Bench, options: argparse.Namespace) -> None:
@@ -234,8 +243,7 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
     if pairs := set(options.only) & set(SIDE_BY_SIDE):
         bench.side_by_side(pairs, options.contexts, options.batches, profiled=options.profile)
     if "distinct" in options.only:
-        for cell in options.own:
-            batch, context = (int(part) for part in cell.split("x"))
+        for batch, context in options.own:
             bench.distinct(context, batch)
     if "drafts" in options.only:
         bench.drafts(min(options.contexts), options.batches)
@@ -247,8 +255,8 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
 def write(bench: Bench, options: argparse.Namespace) -> None:
     if not options.out:
         return
-    raw = json.loads((options.model / "config.json").read_text())
-    shape = {k: raw[k] for k in ("num_hidden_layers", "n_routed_experts", "hidden_size", "num_attention_heads")}
+    raw = config_of(options.model)
+    shape = {k: raw.get(k) for k in ("num_hidden_layers", "n_routed_experts", "hidden_size", "num_attention_heads")}
     result = {
         "card": card(),
         "commit": options.commit,

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
+from rivals import START_TIMEOUT_S, GpuLaunch, card, positive, text, vocabulary_of
 
 from sglang_dsv4.console import Progress
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
@@ -72,18 +72,17 @@ def faults(client: Client, requests: list[tuple[list[int], int]], users: int) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--users", type=int, default=64)
+    parser.add_argument("--requests", type=positive, default=2000)
+    parser.add_argument("--users", type=positive, default=64)
     parser.add_argument(
         "--tolerance", type=float, default=0.5, help="random weights: bench/swap.py shows what is usual"
     )
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks; several are compared in every step")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks; several are compared every step")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "soak.log")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     exit_on_signals()
-    vocabulary = vocabulary_of(options.model)
     launch = GpuLaunch(
         options.model,
         max_total_tokens=60_000,
@@ -96,6 +95,7 @@ def main() -> int:
     env = CHECKED | ({CHECK_RANKS: "1"} if options.tp > 1 else {})
     result: dict[str, Any] = {"card": card(), "commit": options.commit, "command": " ".join(sys.argv)}
     try:
+        vocabulary = vocabulary_of(options.model)
         with Server(launch, options.log, timeout=START_TIMEOUT_S, env=env) as server:
             started = time.monotonic()
             requests = prompts(options.requests, vocabulary)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rivals import GpuLaunch, Pools, card, same_kernels, text, together, vocabulary_of
+from rivals import GpuLaunch, Pools, card, config_of, positive, same_kernels, text, together, vocabulary_of
 
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 
@@ -139,9 +139,9 @@ def arms(model: Path, moe: str, fp8_gemm: str, tp: int) -> dict[str, GpuLaunch]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[100, 2047, 2049, 10000, 40000])
-    parser.add_argument("--steps", type=int, default=512)
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks of every server")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[100, 2047, 2049, 10000, 40000])
+    parser.add_argument("--steps", type=positive, default=512)
+    parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks of every server")
     parser.add_argument("--moe", default="triton", help="--moe-runner-backend; auto lets SGLang choose by the weights")
     parser.add_argument("--fp8-gemm", default="auto", help="--fp8-gemm-backend, for weights in FP8")
     parser.add_argument("--commit", default="unknown")
@@ -154,7 +154,6 @@ def main() -> int:
         "commit": options.commit,
         "command": " ".join(sys.argv),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("SGLANG_")},
-        "model": json.loads((options.model / "config.json").read_text()) | {"architectures": None},
         "start_s": {},
         "rows": {},
     }
@@ -165,13 +164,14 @@ def main() -> int:
 
     launches = arms(options.model, options.moe, options.fp8_gemm, options.tp)
     try:
+        result["model"] = config_of(options.model) | {"architectures": None}
         with together(launches, options.logs, result["start_s"]) as servers:
             result["kernels"] = same_kernels(servers)
             print(f"kernels of all servers: {result['kernels']}", flush=True)
             vocabulary = vocabulary_of(options.model)
             for _ in swap(servers, options.lengths, options.steps, vocabulary, result["rows"]):
                 save()
-    except ServerError as error:
+    except (ServerError, OSError) as error:
         parser.exit(1, f"swap: {error}\n")
     return 0
 

@@ -376,10 +376,12 @@ class Server:
         self.log = log
         self._env = dict(env or {})
         self._starting = starting
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reservations = contextlib.ExitStack()
         deadline = time.monotonic() + timeout
         for attempt in range(1, STARTS + 1):
-            self._start(port)
             try:
+                self._start(port)
                 self._wait_ready(deadline, timeout, waiting)
                 return
             except _PortLost as lost:
@@ -392,6 +394,11 @@ class Server:
             except BaseException:
                 self.stop()
                 raise
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "not started"
+        return self._process
 
     def _start(self, port: int | None) -> None:
         """One process on `port`, or on one of its own choice."""
@@ -406,7 +413,7 @@ class Server:
             with _opened(self.log) as out:
                 if self._starting:
                     self._starting(command)
-                self.process = subprocess.Popen(
+                self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
@@ -447,7 +454,9 @@ class Server:
         return _one_line((telling or lines or ["it wrote nothing"])[-1])
 
     def stop(self, patience_s: float = 20.0) -> None:
-        """End the server and every process it started. Does nothing the second time."""
+        """End the server and every process it started. Does nothing the second time, and nothing before a start."""
+        if self._process is None:
+            return
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, sign)

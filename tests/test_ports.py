@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -121,20 +120,17 @@ def test_a_server_holds_two_ports_until_it_is_stopped(tmp_path):
 
 def test_a_server_whose_port_was_taken_starts_again_on_another(tmp_path):
     commands = []
-    started = time.monotonic()
     with Server(losing(tmp_path, 2), tmp_path / "log", starting=commands.append) as server:
         tried = [int(command[3]) for command in commands]
         assert len(set(tried)) == 3 and tried[-1] == server.port
-    assert time.monotonic() - started < 20
 
 
 def test_a_server_that_loses_every_port_is_one_line_at_once(tmp_path):
-    started = time.monotonic()
     with pytest.raises(ServerError) as error:
         Server(losing(tmp_path, 9), tmp_path / "log")
     told = str(error.value)
     assert "took a port while the server started, 3 times in a row" in told and "\n" not in told
-    assert "[Errno 98]" in told and time.monotonic() - started < 20
+    assert "[Errno 98]" in told
     assert (tmp_path / "marks").read_text() == "x" * (9 - serving.STARTS)
 
 

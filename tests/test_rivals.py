@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +16,10 @@ import pytest
 import soak
 import swap
 import workloads
-from rivals import GpuLaunch, Pools, same_kernels
+from rivals import GpuLaunch, Pools, positive, same_kernels, together
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dsv4.serving import ServerError
+from sglang_dsv4.serving import Launch, ServerError
 from sglang_dsv4.switches import CHECK_RANKS
 
 
@@ -92,3 +97,81 @@ def test_a_preset_that_is_none_is_one_line(preset):
     with pytest.raises(ValueError) as error:
         compare.workload(preset, None, None, None)
     assert "\n" not in str(error.value)
+
+
+class Program(Launch):
+    """A launch of a Python program; the folder gets the process id of each start."""
+
+    def command(self, port: int, group_port: int) -> list[str]:
+        return [sys.executable, "-c", *self.extra_args]
+
+    def check(self) -> None:
+        pass
+
+
+def asleep(folder: Path) -> Program:
+    """A server that never answers."""
+    mark = folder / "started"
+    program = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(900)"
+    return Program(folder, extra_args=(program,))
+
+
+def pid_of(folder: Path) -> int:
+    mark = folder / "started"
+    while not (mark.exists() and mark.read_text()):
+        time.sleep(0.05)
+    return int(mark.read_text())
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_one_start_that_fails_ends_the_others_and_is_the_one_that_is_told(tmp_path):
+    failing = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'started')!r}).exists(): time.sleep(0.05)"
+    failing += "\nprint('Error: no such weights')\nraise SystemExit(1)"
+    launches = {"asleep": asleep(tmp_path), "failing": Program(tmp_path, extra_args=(failing,))}
+    with pytest.raises(ServerError, match="did not start: Error: no such weights"), together(launches, tmp_path, {}):
+        pass
+    assert gone(pid_of(tmp_path))
+
+
+def test_a_signal_during_the_start_ends_the_servers(tmp_path):
+    program = f"""
+from pathlib import Path
+from rivals import together
+from sglang_dsv4.serving import exit_on_signals
+from test_rivals import asleep
+exit_on_signals()
+folder = Path({str(tmp_path)!r})
+with together({{"asleep": asleep(folder)}}, folder, {{}}):
+    pass
+"""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    bench = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths})
+    pid = pid_of(tmp_path)
+    bench.terminate()
+    assert bench.wait() == 128 + signal.SIGTERM
+    assert gone(pid)
+
+
+def test_a_machine_without_a_gpu_is_told_before_any_start(monkeypatch):
+    monkeypatch.setattr("rivals.card", lambda: "no GPU")
+    with pytest.raises(ServerError, match="no CUDA device"):
+        GpuLaunch(Path("m")).check()
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "1.5", "", "many"])
+def test_counts_are_whole_numbers_above_zero(wrong):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number above 0"):
+        positive(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["short-chats@0", "short-chats@1000000", "short-chats:0", "short-chats@1.2.3"])
+def test_a_preset_s_factor_and_number_are_told_with_its_name(wrong):
+    with pytest.raises(ValueError, match=f"'{wrong}'"):
+        compare.workload(wrong, None, None, None)
