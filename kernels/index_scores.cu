@@ -62,12 +62,7 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
       tokens = p.meta.token_offsets[candidate + 1] - offset;
     }
     const int tiles = (max(tokens, 0) + kQueryTile - 1) / kQueryTile;
-    int upto = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-      const int other = __shfl_up_sync(kFullMask, upto, step);
-      if (lane >= step) upto += other;
-    }
+    const int upto = inclusive_sum(tiles, lane);
     const int local = static_cast<int>(blockIdx.y) - before - (upto - tiles);
     const unsigned found = __ballot_sync(kFullMask, local >= 0 && local < tiles);
     if (found) {

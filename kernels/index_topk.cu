@@ -11,11 +11,10 @@
 // Nothing depends on how scores are spread: there is no histogram to collide in. Rows of at most kList entries are their
 // own list; what is longer than a block holds is loaded again in each pass. NaN ranks below every number.
 #include "dsv4/check.h"
-#include "dsv4/codecs.cuh"
 #include "dsv4/grid.cuh"
 #include "dsv4/hopper.cuh"
 #include "dsv4/meta.cuh"
-#include "dsv4/mma.cuh"
+#include "dsv4/warp.cuh"
 
 namespace {
 
@@ -52,15 +51,6 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
 }
 // -inf for NaN.
 __device__ __forceinline__ float number(float x) { return fmaxf(x, -INFINITY); }
-
-__device__ __forceinline__ int inclusive_sum(int value, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const int other = __shfl_up_sync(kFullMask, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
 
 struct Shared {
   int list[kList];  // ids of survivors
@@ -280,12 +270,7 @@ struct StepCounts {
     for (int step = 0; step < kSteps; ++step) {
       own |= static_cast<unsigned long long>(__popc(mask >> (4 * step) & 15u)) << (8 * step);
     }
-    unsigned long long upto = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance <<= 1) {
-      const unsigned long long other = __shfl_up_sync(kFullMask, upto, distance);
-      if (lane >= distance) upto += other;
-    }
+    const unsigned long long upto = inclusive_sum(own, lane);
     totals = __shfl_sync(kFullMask, upto, 31);
     lower = upto - own;
   }

@@ -7,6 +7,7 @@
 #include "dsv4/grid.cuh"
 #include "dsv4/meta.cuh"
 #include "dsv4/score_plan.cuh"
+#include "dsv4/warp.cuh"
 
 namespace {
 
@@ -15,7 +16,6 @@ using namespace dsv4;
 constexpr int kCsaShift = 2;
 constexpr int kCompareThreads = 512;
 constexpr int kWords = kPlanRequests / 32;
-constexpr unsigned kAll = 0xffffffffu;
 
 struct Params {
   StepMeta meta;
@@ -43,8 +43,8 @@ __device__ __forceinline__ int bit_of_rank(unsigned word, int before, int rank, 
   int local = rank - before;
   const bool holds = local >= 0 && local < __popc(word);
   for (; holds && local > 0; --local) word &= word - 1;
-  const int source = __ffs(__ballot_sync(kAll, holds)) - 1;
-  return __shfl_sync(kAll, 32 * lane + __ffs(word) - 1, source);
+  const int source = __ffs(__ballot_sync(kFullMask, holds)) - 1;
+  return __shfl_sync(kFullMask, 32 * lane + __ffs(word) - 1, source);
 }
 
 __global__ void __launch_bounds__(kCompareThreads) compare_prefixes(const __grid_constant__ Params p) {
@@ -65,21 +65,16 @@ __global__ void __launch_bounds__(kCompareThreads) compare_prefixes(const __grid
   for (int other = threadIdx.x; other < kPlanRequests; other += kCompareThreads) {
     const bool match =
         other < p.meta.num_requests && p.full_pages(other) >= least && p.pages_of(other)[least - 1] == page;
-    const unsigned word = __ballot_sync(kAll, match);
+    const unsigned word = __ballot_sync(kFullMask, match);
     if (lane == 0) same[other >> 5] = word;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
     const unsigned word = same[lane];
-    int upto = __popc(word);
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-      const int other = __shfl_up_sync(kAll, upto, step);
-      if (lane >= step) upto += other;
-    }
+    const int upto = inclusive_sum(__popc(word), lane);
     const int before = upto - __popc(word);
     const int below = before + __popc(word & ((1u << (request & 31)) - 1));
-    const int rank = __shfl_sync(kAll, below, request >> 5);
+    const int rank = __shfl_sync(kFullMask, below, request >> 5);
     const int first = bit_of_rank(word, before, 0, lane);
     const int head = bit_of_rank(word, before, rank / kGroupMembers * kGroupMembers, lane);
     if (lane == 0) {
@@ -99,7 +94,7 @@ __global__ void __launch_bounds__(kCompareThreads) compare_prefixes(const __grid
     for (int column = threadIdx.x; column < limit; column += kCompareThreads) {
       if (mine[column] != others[column]) found = min(found, column);
     }
-    found = __reduce_min_sync(kAll, found);
+    found = __reduce_min_sync(kFullMask, found);
     if (lane == 0 && found < limit) atomicMin(&differs, found);  // the least in any order
   }
   __syncthreads();
@@ -148,12 +143,7 @@ __global__ void __launch_bounds__(kPlanRequests) form_groups(const __grid_consta
     for (int i = 0; i < count; ++i) cost += (tiles[members[request][i]] - part) * tile_cost(1);
   }
 
-  int upto = cost;
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const int other = __shfl_up_sync(kAll, upto, step);
-    if (lane >= step) upto += other;
-  }
+  int upto = inclusive_sum(cost, lane);
   if (lane == 31) warp_sums[warp] = upto;
   __syncthreads();
 #pragma unroll

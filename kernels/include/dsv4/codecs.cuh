@@ -11,10 +11,10 @@
 #include <cstdint>
 
 #include "dsv4/rows.cuh"
+#include "dsv4/warp.cuh"
 
 namespace dsv4 {
 
-constexpr unsigned kFullMask = 0xffffffffu;
 constexpr float kE4m3Max = 448.0f;
 constexpr float kFp8AmaxFloor = 1e-4f;
 constexpr int kUe8m0Bias = 127;

@@ -219,12 +219,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constan
     counts[i] = (visible + kKeyTile - 1) / kKeyTile;
     own += counts[i];
   }
-  int before = own;
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const int other = __shfl_up_sync(kFullMask, before, step);
-    if (lane >= step) before += other;
-  }
+  int before = inclusive_sum(own, lane);
   if (lane == 31) warp_sums[block_warp] = before;
   before -= own;
   __syncthreads();

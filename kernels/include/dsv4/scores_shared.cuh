@@ -49,12 +49,7 @@ struct __align__(16) Group {
     const bool real = member >= 0 && member < p.meta.num_requests;
     member = real ? member : first;
     const int visible = visible_of[member], own = real ? max(tiles_of(visible) - shared_tiles, 0) : 0;
-    int upto = own;
-#pragma unroll
-    for (int step = 1; step < kGroupMembers; step <<= 1) {
-      const int other = __shfl_up_sync(kFullMask, upto, step);
-      if (lane >= step) upto += other;
-    }
+    const int upto = inclusive_sum<kGroupMembers>(own, lane);
     const unsigned all = __ballot_sync(kFullMask, real);
     if (lane < kGroupMembers) {
       request[lane] = member;
