@@ -55,10 +55,15 @@ def token_ms(server: Server, prompts: list[list[int]]) -> float:
 
 def step_times(log: Path, begin: int, batch: int) -> list[float]:
     """Milliseconds a step that the log's lines from byte `begin` on give for decode batches of that size."""
+    return [batch / float(rate) * 1e3 for (rate,) in _told(_LINE, log, begin, batch)]
+
+
+def _told(line: re.Pattern[str], log: Path, begin: int, batch: int) -> list[tuple[str, ...]]:
+    """What `line` finds behind the number of requests, where that is `batch`, from byte `begin` of the log on."""
     with log.open("rb") as file:
         file.seek(begin)
-        lines = _LINE.findall(file.read().decode(errors="replace"))
-    return [int(running) / float(rate) * 1e3 for running, rate in lines if int(running) == batch]
+        found = line.findall(file.read().decode(errors="replace"))
+    return [tuple(rest) for running, *rest in found if int(running) == batch]
 
 
 def drafted_steps(server: Server, prompts: list[list[int]], steps: int) -> list[dict[str, float]]:
@@ -66,19 +71,15 @@ def drafted_steps(server: Server, prompts: list[list[int]], steps: int) -> list[
 
     Raises ServerError where the log has no such line.
     """
-    before = server.log.stat().st_size
+    before, batch = server.log.stat().st_size, len(prompts)
     batch_seconds(server.client, prompts, steps)
-    with server.log.open("rb") as file:
-        file.seek(before)
-        lines = _DRAFTED.findall(file.read().decode(errors="replace"))
     found = [
         {
-            "step_ms": round(int(running) * float(accepted) / float(rate) * 1e3, 3),
+            "step_ms": round(batch * float(accepted) / float(rate) * 1e3, 3),
             "tokens_a_step": float(accepted),
             "tokens_a_second": float(rate),
         }
-        for running, accepted, rate in lines
-        if int(running) == len(prompts)
+        for accepted, rate in _told(_DRAFTED, server.log, before, batch)
     ][1:]
     if not found:
         raise ServerError(f"{server.log} has no decode steps of {len(prompts)} requests with draft tokens")
@@ -99,14 +100,19 @@ def shared_prompts(context: int, batch: int, vocabulary: int) -> list[list[int]]
     return [[*prefix, *text(f"tail {i}", 8, vocabulary)] for i in range(batch)]
 
 
+def cache_prefix(server: Server, context: int, vocabulary: int) -> None:
+    """What `shared_prompts` begin with, and nothing else, is cached."""
+    server.client.flush()
+    server.client.generate(text(f"prefix {context}", context, vocabulary), 1, logprobs=False)
+
+
 def shared_cells(
     servers: dict[str, Server], vocabulary: int, contexts: list[int], batches: list[int], repeats: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Step times where all requests share one cached prefix."""
     for context in contexts:
         for server in servers.values():
-            server.client.flush()
-            server.client.generate(text(f"prefix {context}", context, vocabulary), 1, logprobs=False)
+            cache_prefix(server, context, vocabulary)
         for batch in batches:
             yield (
                 f"{batch} x {context} shared",

@@ -96,7 +96,7 @@ class GpuLaunch(Launch):
 
     def check(self) -> None:
         """Raises ServerError where there is no GPU: SGLang would say so a minute later, in other words."""
-        if card() in ("", NO_GPU):
+        if card() == NO_GPU:
             raise ServerError("no CUDA device: this benchmark needs a GPU")
 
 
@@ -226,10 +226,10 @@ def positive(text: str) -> int:
 
 
 def card() -> str:
-    """The first GPU's name."""
+    """The first GPU's name, or NO_GPU."""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
     except OSError:
         return NO_GPU
-    return found[0].strip()
+    return found[0].strip() or NO_GPU

@@ -38,7 +38,6 @@ from rivals import (
     in_tree_tokens,
     pools_for,
     positive,
-    text,
     together,
     vocabulary_of,
 )
@@ -157,7 +156,7 @@ class Bench:
         launch = replace(launch, extra_args=(*launch.extra_args, *DRAFTS))
         with together({"in_tree with drafts": launch}, self.logs, self.starts) as servers:
             (server,) = servers.values()
-            server.client.generate(text(f"prefix {context}", context, self.vocabulary), 1, logprobs=False)
+            decode.cache_prefix(server, context, self.vocabulary)
             for batch in batches:
                 prompts = decode.shared_prompts(context, batch, self.vocabulary)
                 found = decode.drafted_steps(server, prompts, 200)

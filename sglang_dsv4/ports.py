@@ -13,7 +13,6 @@ import errno
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 # SGLang draws the ports of process groups that it is given none for from 22000 to 29999.
@@ -53,12 +52,6 @@ def reserve() -> Reservation:
         except PortTaken:
             continue
     raise PortTaken(errno.EADDRINUSE, f"no free port from {LOW} to {HIGH}")
-
-
-def free_port() -> int:
-    """A port that nothing listens on and no start has reserved at the moment."""
-    with closing(reserve()) as found:
-        return found.port
 
 
 def _candidates() -> Iterator[int]:

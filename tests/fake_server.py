@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
+from sglang_dsv4.ports import reserve
+
 PAGE = 128
+
+
+def free_port() -> int:
+    """A port that nothing listens on at the moment."""
+    with closing(reserve()) as found:
+        return found.port
 
 
 class FakeServer:

@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer
+from fake_server import FakeServer, free_port
 
 from sglang_dsv4 import check, cli, serving
 from sglang_dsv4.console import Progress, table
 from sglang_dsv4.ops import jit
-from sglang_dsv4.ports import free_port
 from sglang_dsv4.serving import Launch, Server, ServerError
 
 ROOT = Path(cli.__file__).parent.parent

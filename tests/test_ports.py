@@ -9,9 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fake_server import free_port
 
 from sglang_dsv4 import ports, serving
-from sglang_dsv4.ports import HIGH, LOW, PortTaken, Reservation, free_port, reserve
+from sglang_dsv4.ports import HIGH, LOW, PortTaken, Reservation, reserve
 from sglang_dsv4.serving import Launch, Server, ServerError
 
 RESERVE = (

@@ -7,9 +7,8 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
-from fake_server import FakeServer
+from fake_server import FakeServer, free_port
 
-from sglang_dsv4.ports import free_port
 from sglang_dsv4.serving import Answer, Client, ServerError
 from sglang_dsv4.verify import compare, verify
 
