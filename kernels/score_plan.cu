@@ -23,6 +23,7 @@ struct Params {
   int32_t* cost_before;
   int32_t* shared;
   int32_t* members;
+  int least_tiles;  // of a step with groups
 
   __device__ __forceinline__ int rows_shift() const { return meta.page_shift - kCsaShift; }
   __device__ __forceinline__ int visible(int request) const {
@@ -119,8 +120,13 @@ __global__ void __launch_bounds__(kPlanRequests) form_groups(const __grid_consta
   tiles[request] = real ? tiles_of(p.visible(request)) : 0;
 #pragma unroll
   for (int i = 0; i < kGroupMembers; ++i) members[request][i] = -1;
+  const int of_warp = __reduce_add_sync(kAll, tiles[request]);
+  if (lane == 0) warp_sums[warp] = of_warp;
   __syncthreads();
   members[head][place] = static_cast<int16_t>(request);
+  int of_all = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) of_all += warp_sums[i];
   __syncthreads();
 
   int count = 0, part = 0;
@@ -130,7 +136,7 @@ __global__ void __launch_bounds__(kPlanRequests) form_groups(const __grid_consta
       pages = min(pages, common[members[request][count]]);
     }
     part = (pages << p.rows_shift()) / kScoreTile;
-    if (count < 2 || part < kLeastShared) part = 0;
+    if (count < 2 || part < kLeastShared || of_all < p.least_tiles) part = 0;
   }
   shared[request] = part;
   __syncthreads();
@@ -158,7 +164,8 @@ __global__ void __launch_bounds__(kPlanRequests) form_groups(const __grid_consta
   }
 }
 
-void score_plan(TensorView cost_before, TensorView shared, TensorView members, TensorView scratch, DSV4_META_PARAMS) {
+void score_plan(TensorView cost_before, TensorView shared, TensorView members, TensorView scratch, int64_t least_tiles,
+                DSV4_META_PARAMS) {
   const DeviceGuard guard(shared);
   Params p = {};
   p.meta = DSV4_META;
@@ -166,6 +173,7 @@ void score_plan(TensorView cost_before, TensorView shared, TensorView members, T
   p.cost_before = data_of<int32_t>(cost_before);
   p.shared = data_of<int32_t>(shared);
   p.members = data_of<int32_t>(members);
+  p.least_tiles = static_cast<int>(least_tiles);
   LaunchShape shape;
   shape.overlap = true;
   shape.grid = dim3(p.meta.num_requests);

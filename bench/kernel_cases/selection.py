@@ -201,7 +201,7 @@ def _topk(topk: int, batch: int, name: str, device: torch.device, modules: dict[
 
 # index_scores of requests that share pages, and the plan that it takes
 
-PLANNED = [(2, "128K"), (16, "128K"), (64, "32K"), (64, "128K")]
+PLANNED = [(2, "128K"), (4, "128K"), (16, "128K"), (64, "32K"), (64, "128K")]
 
 
 def planned_cases(device: torch.device) -> Iterator[Case]:

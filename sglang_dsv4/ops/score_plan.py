@@ -20,7 +20,8 @@ from sglang_dsv4.ops.meta import StepMeta
 SCORE_TILE = 64  # keys
 PLAN_REQUESTS = 1024
 GROUP_MEMBERS = 8
-LEAST_SHARED = 48  # tiles
+LEAST_SHARED = 48  # tiles of a group
+LEAST_TILES = 1536  # of a step
 KEY_COST = 2
 
 
@@ -72,12 +73,13 @@ class ScorePlan:
         return ScorePlan(self.cost_before[: requests + 1], self.shared[part], self.members[part], self.scratch[part])
 
 
-def score_plan(out: ScorePlan, meta: StepMeta) -> None:
+def score_plan(out: ScorePlan, meta: StepMeta, *, least_tiles: int = LEAST_TILES) -> None:
     """Fill `out` for a decode step of as many requests as it holds, one token each.
 
     Requests with the same page in the column in which `LEAST_SHARED` tiles end are a class; of its requests, in order,
     each 8 are a group. It shares the whole tiles of the leading pages that all of them have in common with the class's
-    first, as far as all see them whole; with fewer than `LEAST_SHARED` of them each of its requests is alone.
+    first, as far as all see them whole; with fewer than `LEAST_SHARED` of them each of its requests is alone. So is every
+    request of a step of fewer than `least_tiles` tiles.
     """
     requests, device = meta.num_requests, meta.device
     index = torch.arange(requests, device=device)
@@ -105,7 +107,8 @@ def score_plan(out: ScorePlan, meta: StepMeta) -> None:
     count = (grid >= 0).sum(1)
     pages = torch.where(grid >= 0, common[grid.clamp(min=0)], columns).amin(1)
     shared = pages * per_page // SCORE_TILE
-    shared = torch.where((count > 1) & (shared >= LEAST_SHARED), shared, 0)
+    worthwhile = (count > 1) & (shared >= LEAST_SHARED) & (tiles.sum() >= least_tiles)
+    shared = torch.where(worthwhile, shared, 0)
 
     together = shared[head] > 0
     rest = torch.where(grid >= 0, tiles[grid.clamp(min=0)] - shared[:, None], 0).sum(1)
@@ -120,7 +123,7 @@ def score_plan(out: ScorePlan, meta: StepMeta) -> None:
     out.members.copy_(torch.where(together[:, None], members, alone))
 
 
-def score_plan_cuda(out: ScorePlan, meta: StepMeta) -> None:
+def score_plan_cuda(out: ScorePlan, meta: StepMeta, *, least_tiles: int = LEAST_TILES) -> None:
     """CUDA face of `score_plan`: two launches.
 
     Raises ValueError for an argument that the kernel cannot take.
@@ -130,12 +133,14 @@ def score_plan_cuda(out: ScorePlan, meta: StepMeta) -> None:
     values = plan_tensors(check, "out", out, meta)
     if meta.num_requests > PLAN_REQUESTS:
         raise check.fail("meta", f"of {meta.num_requests} requests", f"of at most {PLAN_REQUESTS} requests")
+    if not 0 <= least_tiles < 2**31:
+        raise check.fail("least_tiles", repr(least_tiles), "a number of tiles below 2^31")
     if meta.page_table.shape[1] == 0:
         raise check.fail("meta.page_table", "without columns", "of at least one column")
     scratch = check.tensor("out.scratch", out.scratch, torch.int32, ("requests", 3))
     device = check.cuda()
     if meta.num_requests:
-        jit.function("score_plan", "score_plan", device)(*values, scratch, *fields)
+        jit.function("score_plan", "score_plan", device)(*values, scratch, least_tiles, *fields)
 
 
 def plan_tensors(check: Check, argument: str, plan: ScorePlan, meta: StepMeta) -> tuple[Tensor, ...]:

@@ -20,6 +20,7 @@ from sglang_dsv4.ops.meta import StepMeta
 from sglang_dsv4.ops.score_plan import (
     GROUP_MEMBERS,
     LEAST_SHARED,
+    LEAST_TILES,
     PLAN_REQUESTS,
     SCORE_TILE,
     ScorePlan,
@@ -70,9 +71,9 @@ def random_step(requests: int, page: int, seed: int, longest: int = 3 * LEAST_TO
 BATCHES = [(1, 128), (2, 128), (8, 256), (9, 128), (17, 256), (64, 128), (256, 128)]
 
 
-def made(meta: StepMeta) -> ScorePlan:
+def made(meta: StepMeta, least_tiles: int = 0) -> ScorePlan:
     plan = ScorePlan.allocate(meta.num_requests, CPU)
-    score_plan(plan, meta)
+    score_plan(plan, meta, least_tiles=least_tiles)
     return plan
 
 
@@ -181,6 +182,13 @@ def test_requests_that_share_little_are_alone(pages):
     assert not plan.shared.any() and plan.members[:, 0].tolist() == list(range(9)) and (plan.members[:, 1:] == -1).all()
 
 
+def test_a_short_step_has_no_groups():
+    tiles = LEAST_TILES // 8
+    for count, grouped in ((tiles, True), (tiles - 1, False)):
+        meta, _ = step([count * SCORE_TILE * CSA_RATIO] * 8, dict.fromkeys(range(1, 8), (0, 100)))
+        assert bool(made(meta, LEAST_TILES).shared.any()) == grouped
+
+
 def test_an_equal_page_behind_different_ones_is_not_shared():
     meta, _ = step([2 * LEAST_TOKENS] * 3, {1: (0, 150), 2: (0, 150)})
     meta.page_table[1, 5] = 1
@@ -190,7 +198,7 @@ def test_an_equal_page_behind_different_ones_is_not_shared():
 def test_constants_are_those_of_the_kernels():
     text = (jit.kernels_dir() / "include" / "dsv4" / "score_plan.cuh").read_text()
     names = {"kScoreTile": SCORE_TILE, "kPlanRequests": PLAN_REQUESTS, "kGroupMembers": GROUP_MEMBERS}
-    names |= {"kLeastShared": LEAST_SHARED, "kKeyCost": module.KEY_COST}
+    names |= {"kLeastShared": LEAST_SHARED, "kLeastTiles": LEAST_TILES, "kKeyCost": module.KEY_COST}
     for name, value in names.items():
         assert re.search(rf"constexpr int {name} = {value};", text), name
 
@@ -213,8 +221,9 @@ def test_the_kernel_plans_as_the_reference(requests, page, device):
         meta, _ = random_step(requests, page, seed)
         guard = Guarded(device)
         plan = guarded_plan(guard, meta.num_requests)
-        score_plan_cuda(plan, meta_to(meta, device))
-        assert_same(plan, made(meta))
+        for least in (0, 1 << 14):
+            score_plan_cuda(plan, meta_to(meta, device), least_tiles=least)
+            assert_same(plan, made(meta, least))
         guard.check()
 
 
@@ -252,7 +261,7 @@ class Shared:
 
     def check(self) -> None:
         """Planned here and now, scores are those without a plan."""
-        score_plan_cuda(self.plan, self.meta)
+        score_plan_cuda(self.plan, self.meta, least_tiles=0)
         got, want, seen = self.run(self.plan), self.run(None), self.seen()
         assert not want[seen].isnan().any()
         wrong = ((got.view(torch.int32) != want.view(torch.int32)) & seen).nonzero()
@@ -324,12 +333,12 @@ def test_a_replay_follows_the_groups_of_its_step(device):
     numbers.pages = 8 * wide + 2
     held = Shared(meta, numbers, INDEX_FP4, device, width=6000)
     held.keys.copy_(torch.randint(0, 120, held.keys.shape, device=device).byte())
-    score_plan_cuda(held.plan, held.meta)
+    score_plan_cuda(held.plan, held.meta, least_tiles=0)
     held.run(held.plan)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        score_plan_cuda(held.plan, held.meta)
+        score_plan_cuda(held.plan, held.meta, least_tiles=0)
         out = held.run(held.plan)
     for now in (meta, *others, meta):
         for name in ("positions", "seq_lens", "prefix_lens", "page_table"):
@@ -362,6 +371,11 @@ def test_bad_input_is_named(change, message):
     change(out, meta)
     with pytest.raises(ValueError, match=f"score_plan: {message}"):
         score_plan_cuda(out, meta)
+
+
+def test_a_negative_bound_is_named():
+    with pytest.raises(ValueError, match="score_plan: least_tiles is -1, must be a number of tiles"):
+        score_plan_cuda(*arguments(), least_tiles=-1)
 
 
 def test_a_plan_is_for_one_token_a_request():

@@ -10,6 +10,7 @@ constexpr int kScoreTile = 64;       // keys of a tile
 constexpr int kPlanRequests = 1024;  // requests of a plan
 constexpr int kGroupMembers = 8;     // requests of a group; their images stand in shared memory together
 constexpr int kLeastShared = 48;     // tiles below which a group is not worth the images of its members
+constexpr int kLeastTiles = 1536;  // of a step, below which no requests are grouped: a block has too few to save on
 constexpr int kKeyCost = 2;          // of a tile's keys, as a multiple of one more query's product with them
 
 __host__ __device__ constexpr int tile_cost(int members) { return kKeyCost + members; }
