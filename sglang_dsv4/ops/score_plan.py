@@ -78,8 +78,8 @@ def score_plan(out: ScorePlan, meta: StepMeta, *, least_tiles: int = LEAST_TILES
 
     Requests with the same page in the column in which `LEAST_SHARED` tiles end are a class; of its requests, in order,
     each 8 are a group. It shares the whole tiles of the leading pages that all of them have in common with the class's
-    first, as far as all see them whole; with fewer than `LEAST_SHARED` of them each of its requests is alone. So is every
-    request of a step of fewer than `least_tiles` tiles.
+    first, as far as all see them whole; with fewer than `LEAST_SHARED` of them each of its requests is alone. So is
+    every request of a step of fewer than `least_tiles` tiles.
     """
     requests, device = meta.num_requests, meta.device
     index = torch.arange(requests, device=device)
