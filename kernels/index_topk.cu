@@ -24,7 +24,7 @@ constexpr int kList = 2048;
 constexpr int kMaxCluster = 8;
 constexpr int kCsaShift = 2;
 constexpr int kStep = 128;  // ids that a warp loads at once, four a lane
-constexpr int kMostSteps = 8, kFewSteps = 2;  // steps that a warp holds of long rows, and of shorter ones
+constexpr int kMostSteps = 8, kSomeSteps = 4, kFewSteps = 2;  // steps that a warp holds of rows of three lengths
 constexpr unsigned kLowest = 0x007fffffu;  // ordered(-inf)
 
 template <int kThreads, int kSteps = kMostSteps>
@@ -540,6 +540,8 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     select_short<kThreads>(p, team, token, request, visible, early);
   } else if (visible <= kBlockHolds<kThreads, kFewSteps>) {
     select_long<kThreads, kFewSteps, true>(p, team, token, request, visible);
+  } else if (visible <= kBlockHolds<kThreads, kSomeSteps>) {
+    select_long<kThreads, kSomeSteps, true>(p, team, token, request, visible);
   } else if (!kLong || visible <= kBlockHolds<kThreads> * parts) {
     select_long<kThreads, kMostSteps, true>(p, team, token, request, visible);
   } else {
