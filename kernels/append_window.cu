@@ -1,5 +1,6 @@
 // Quantises this step's K rows and stores them in each request's ring, and in the snapshots that are due; raw projections
-// are normed and rotated first. One warp a token, 16 channels a lane, the rotated ones in the last four lanes; contract in sglang_dsv4/ops/append_window.py.
+// are normed and rotated first, or (norm_window) that alone. One warp a token, 16 channels a lane, the rotated ones in the
+// last four lanes; contract in sglang_dsv4/ops/append_window.py.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
 #include "dsv4/grid.cuh"
@@ -100,6 +101,23 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kWarps * 32)
+    norm_window_kernel(const T* __restrict__ kv, const int64_t kv_stride, const int64_t* __restrict__ positions,
+                       float* __restrict__ out, const int tokens, const __grid_constant__ Norm norm) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int lane = threadIdx.x & 31;
+  const int token = blockIdx.x * kWarps + (threadIdx.x >> 5);
+  if (token >= tokens) return;
+  float x[16];
+  load16(kv + token * kv_stride + 16 * lane, x);
+  norm_and_rotate(norm, static_cast<int>(positions[token]), x, lane);
+  float4* const target = reinterpret_cast<float4*>(out + int64_t{token} * kHeadDim + 16 * lane);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) target[i] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+}
+
 template <typename T, bool kNormed>
 void launch_append(const TensorView& window, const TensorView& kv, const StepMeta& meta, const Norm& norm) {
   LaunchShape shape;
@@ -120,12 +138,16 @@ void append_window(TensorView window, TensorView kv, DSV4_META_PARAMS) {
   }
 }
 
+Norm norm_of(const TensorView& weight, double eps, const TensorView& rope) {
+  return {data_of<const void>(weight), data_of<const float>(rope), rope.stride(0), rope.size(0),
+          static_cast<float>(eps), is_bf16(weight)};
+}
+
 void append_window_normed(TensorView window, TensorView kv, TensorView weight, double eps, TensorView rope,
                           DSV4_META_PARAMS) {
   const DeviceGuard guard(kv);
   const StepMeta meta = DSV4_META;
-  const Norm norm = {data_of<const void>(weight), data_of<const float>(rope), rope.stride(0), rope.size(0),
-                     static_cast<float>(eps), is_bf16(weight)};
+  const Norm norm = norm_of(weight, eps, rope);
   if (is_bf16(kv)) {
     launch_append<__nv_bfloat16, true>(window, kv, meta, norm);
   } else {
@@ -133,7 +155,29 @@ void append_window_normed(TensorView window, TensorView kv, TensorView weight, d
   }
 }
 
+template <typename T>
+void launch_norm(const TensorView& kv, const TensorView& positions, const TensorView& out, const Norm& norm) {
+  const int tokens = static_cast<int>(kv.size(0));
+  LaunchShape shape;
+  shape.grid = dim3((tokens + kWarps - 1) / kWarps);
+  shape.block = dim3(kWarps * 32);
+  shape.overlap = true;
+  launch(kv, shape, norm_window_kernel<T>, data_of<const T>(kv), kv.stride(0), data_of<const int64_t>(positions),
+         data_of<float>(out), tokens, norm);
+}
+
+void norm_window(TensorView kv, TensorView weight, double eps, TensorView rope, TensorView positions, TensorView out) {
+  const DeviceGuard guard(kv);
+  const Norm norm = norm_of(weight, eps, rope);
+  if (is_bf16(kv)) {
+    launch_norm<__nv_bfloat16>(kv, positions, out, norm);
+  } else {
+    launch_norm<float>(kv, positions, out, norm);
+  }
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_window, append_window);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm_window, norm_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_window_normed, append_window_normed);

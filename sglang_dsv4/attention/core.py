@@ -55,19 +55,15 @@ class Projections(Protocol):
     their own, so `entries` and `head_weights` use the input alone, the others what `prepare` left besides."""
 
     def prepare(self) -> None:
-        """What `window`, `index_query` and `query` share; called before them."""
+        """What `raw_window`, `index_query` and `query` share; called before them."""
         ...
 
     def entries(self) -> tuple[Tensor, Tensor | None]:
         """float32 [N, 2 * coff * 512], C then Z without ape; and for CSA the indexer's, float32 [N, 512]."""
         ...
 
-    def window(self) -> Tensor:
-        """float [N, 512], normed and rotated."""
-        ...
-
     def raw_window(self) -> tuple[Tensor, WindowNorm | None]:
-        """Instead of `window`, where rows are only stored: float [N, 512] and what is still to be done to it."""
+        """float [N, 512], and what is still to be done to it."""
         ...
 
     def head_weights(self) -> tuple[Tensor, float]:
@@ -109,9 +105,6 @@ class LayerInputs:
     def entries(self) -> tuple[Tensor, Tensor | None]:
         assert self.kv_score is not None
         return self.kv_score, self.index_kv_score
-
-    def window(self) -> Tensor:
-        return self.kv
 
     def raw_window(self) -> tuple[Tensor, WindowNorm | None]:
         return self.kv, None
@@ -302,7 +295,9 @@ def _decode(params: LayerParams, x: Projections, cache: LayerCache, step: Step) 
 def _prefill(params: LayerParams, x: Projections, cache: LayerCache, step: Step) -> Tensor:
     _flush(params, x, cache, step)
     x.prepare()
-    kv = x.window()
+    kv, norm = x.raw_window()
+    if norm is not None:
+        kv = step.ops.norm_window(kv, norm, step.meta.positions)
     plan = step.plan(params.ratio)
     dtype = torch.bfloat16 if cache.codec.layout.name == "fp8" else torch.float32
     workspace = step.workspace(plan.num_rows, dtype)

@@ -18,7 +18,6 @@ from sglang.srt.runtime_context import process_model_config
 from torch import Tensor
 
 from sglang_dsv4.attention.layer import SlotRadixAttention
-from sglang_dsv4.attention.rope import apply_rope
 from sglang_dsv4.geometry import INDEX_DIM
 from sglang_dsv4.ops.append_window import WindowNorm
 from sglang_dsv4.ops.flush import CompressorParams
@@ -162,14 +161,6 @@ class LayerProjections:
         if layer.indexer is None:
             return main, None
         return main, self._keep(layer.indexer.compressor._compute_wkv_gate(self.x))
-
-    def window(self) -> Tensor:
-        """float32: rows are quantised from what the norm gives, as the in-tree kernel does. Rounded to bfloat16 first,
-        one value in thirty would take the neighbouring FP8 code."""
-        layer = self.layer
-        kv = self._keep(self.kv.float())
-        normed = torch.nn.functional.rms_norm(kv, (kv.shape[-1],), layer.kv_norm.weight.float(), layer.eps)
-        return self._keep(apply_rope(normed, layer.attn_mqa.params.rope, self.positions))
 
     def raw_window(self) -> tuple[Tensor, WindowNorm]:
         layer = self.layer

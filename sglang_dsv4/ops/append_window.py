@@ -37,6 +37,32 @@ class WindowNorm:
         return rotate(rms_norm(kv.float(), self.weight.float(), self.eps), self.rope[positions])
 
 
+def norm_window(kv: Tensor, norm: WindowNorm, positions: Tensor) -> Tensor:
+    """float32 [N, 512]: window rows of the raw projection `kv`, float [N, 512]; positions int64 [N]."""
+    return norm.apply(kv, positions)
+
+
+def norm_window_cuda(kv: Tensor, norm: WindowNorm, positions: Tensor) -> Tensor:
+    """CUDA face of `norm_window`: one launch, as `append_window_cuda` norms. Raises ValueError as that does."""
+    check = Check("norm_window")
+    check.tensor("kv", kv, FLOATS, ("tokens", HEAD_DIM), strided=1, align=16)
+    check.tensor("positions", positions, torch.int64, ("tokens",))
+    _check_norm(check, norm)
+    device = check.cuda()
+    out = kv.new_empty((kv.shape[0], HEAD_DIM), dtype=torch.float32)
+    if kv.shape[0]:
+        launch = jit.function("append_window", "norm_window", device)
+        launch(kv, norm.weight, float(norm.eps), norm.rope, positions, out)
+    return out
+
+
+def _check_norm(check: Check, norm: WindowNorm) -> None:
+    check.tensor("norm.weight", norm.weight, FLOATS, (HEAD_DIM,), align=16)
+    check.tensor("norm.rope", norm.rope, torch.float32, (None, ROPE_DIM), strided=1, align=16)
+    if norm.rope.shape[0] == 0:
+        raise check.fail("norm.rope", "an empty table", "a table of at least one position")
+
+
 def append_window_rows(meta: StepMeta) -> Tensor:
     """int64 [1 + S, N]: pool row that each token is written to, in the live ring and in every due snapshot.
 
@@ -90,9 +116,6 @@ def append_window_cuda(
     if norm is None:
         jit.function("append_window", "append_window", check.cuda())(window, kv, *fields)
         return
-    check.tensor("norm.weight", norm.weight, FLOATS, (HEAD_DIM,), align=16)
-    check.tensor("norm.rope", norm.rope, torch.float32, (None, ROPE_DIM), strided=1, align=16)
-    if norm.rope.shape[0] == 0:
-        raise check.fail("norm.rope", "an empty table", "a table of at least one position")
+    _check_norm(check, norm)
     launch = jit.function("append_window", "append_window_normed", check.cuda())
     launch(window, kv, norm.weight, float(norm.eps), norm.rope, *fields)

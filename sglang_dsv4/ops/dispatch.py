@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.ops import jit
-from sglang_dsv4.ops.append_window import append_window, append_window_cuda
+from sglang_dsv4.ops.append_window import append_window, append_window_cuda, norm_window, norm_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state, copy_state_cuda
 from sglang_dsv4.ops.decode_rows import decode_rows, decode_rows_cuda
 from sglang_dsv4.ops.flush import flush_csa, flush_csa_cuda, flush_hca, flush_hca_cuda
@@ -36,6 +36,7 @@ class Operations:
     decode_rows: Callable[..., Any] = decode_rows
     score_plan: Callable[..., Any] = score_plan
     append_window: Callable[..., Any] = append_window
+    norm_window: Callable[..., Any] = norm_window
     flush_csa: Callable[..., Any] = flush_csa
     flush_hca: Callable[..., Any] = flush_hca
     index_query: Callable[..., Any] = index_query
@@ -61,6 +62,7 @@ CUDA_FACES: dict[str, Callable[..., Any]] = {
     "decode_rows": decode_rows_cuda,
     "score_plan": score_plan_cuda,
     "append_window": append_window_cuda,
+    "norm_window": norm_window_cuda,
     "flush_csa": flush_csa_cuda,
     "flush_hca": flush_hca_cuda,
     "index_query": index_query_cuda,

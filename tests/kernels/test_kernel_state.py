@@ -28,7 +28,7 @@ from sglang_dsv4.geometry import (
     WINDOW_GROUPS,
 )
 from sglang_dsv4.models.invariant import rms_norm
-from sglang_dsv4.ops.append_window import WindowNorm, append_window, append_window_cuda
+from sglang_dsv4.ops.append_window import WindowNorm, append_window, append_window_cuda, norm_window_cuda
 from sglang_dsv4.ops.copy_state import copy_state, copy_state_cuda
 
 CODEC = main_codec(MAIN_FP8)
@@ -122,6 +122,28 @@ def test_append_window_norms_and_rotates_raw_rows(device, name, dtype, weight):
     first = got.clone()
     append_window_cuda(got, kv, meta, codec=CODEC, norm=norm)
     assert same_bytes(got, first), "a second run changed bytes"
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 1000])
+def test_norm_window_gives_the_rows_that_append_window_stores(device, tokens, dtype, weight):
+    """Columns of a wider product in; nothing but the result is written."""
+    guard = Guarded(device)
+    wide = guard.copy(values((tokens, 3 * HEAD_DIM), device, 3).to(dtype))
+    kv, norm = wide[:, HEAD_DIM : 2 * HEAD_DIM], window_norm(device, weight)
+    positions = torch.randint(0, 8192, (tokens,), device=device)
+    got = norm_window_cuda(kv, norm, positions)
+    guard.check()
+    want = norm.apply(kv, positions)
+    assert got.dtype == torch.float32 and got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    if tokens == 1000:
+        meta, numbers = make_step(Plan([(0, tokens)]), device)
+        one, two = (window_pool(numbers, Guarded(device)) for _ in range(2))
+        append_window_cuda(one, kv, meta, codec=CODEC, norm=norm)
+        append_window_cuda(two, norm_window_cuda(kv, norm, meta.positions), meta, codec=CODEC)
+        assert same_bytes(one, two)
 
 
 def test_a_normed_row_does_not_depend_on_the_batch(device):
