@@ -141,6 +141,34 @@ def _wide(topk: int, batch: int, visible: int, shape: str, device: torch.device,
     return Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
 
 
+CHUNK_SHAPE = "k 512 chunk of 8192 at 32K"
+
+
+def _chunk(device: torch.device) -> Case:
+    """The last 8,192 tokens of a prompt of 32,768: rows of 6,144 to 8,192 scores."""
+    tokens, context, sets = 8192, CONTEXTS["32K"], 2
+    meta, width = step(1, context, device, tokens), context // CSA_RATIO
+    scores = [torch.randn(tokens, width, device=device) for _ in range(sets)]
+    lens = ((meta.positions + 1) // CSA_RATIO).int()
+    module, reason = importable("sglang.kernels.ops.attention.dsv4.topk")
+    rival, rival_run, not_run = None, None, []
+    if module is None:
+        not_run.append(f"in-tree top-k v2: {reason}")
+    else:
+        plan, table = module.plan_topk_v2(lens), meta.page_table.expand(tokens, -1).contiguous()
+        out = torch.empty(tokens, 512, dtype=torch.int32, device=device)
+        rival = "in-tree top-k v2"
+
+        def rival_run(i: int) -> object:
+            return module.topk_transform_paged_v2(scores[i], lens, table, out, PAGE // CSA_RATIO, plan)
+
+    def run(i: int) -> torch.Tensor:
+        return index_topk_cuda(scores[i], meta, topk=512, physical=False)
+
+    num_bytes = 4 * (int(lens.sum()) + tokens * 512)
+    return Case("index_topk", CHUNK_SHAPE, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
+
+
 def _topk_shape(topk: int, batch: int, name: str) -> str:
     return f"k {topk} batch {batch} at {name}"
 
@@ -276,4 +304,6 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from plan_cases(device)
     if op_wanted("index_topk"):
         yield from wide_cases(device)
+        if wanted("index_topk", CHUNK_SHAPE):
+            yield _chunk(device)
         yield from topk_cases(device)
