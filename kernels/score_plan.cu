@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kPlanRequests) form_groups(const __grid_consta
   tiles[request] = real ? tiles_of(p.visible(request)) : 0;
 #pragma unroll
   for (int i = 0; i < kGroupMembers; ++i) members[request][i] = -1;
-  const int of_warp = __reduce_add_sync(kAll, tiles[request]);
+  const int of_warp = __reduce_add_sync(kFullMask, tiles[request]);
   if (lane == 0) warp_sums[warp] = of_warp;
   __syncthreads();
   members[head][place] = static_cast<int16_t>(request);
