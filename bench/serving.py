@@ -107,7 +107,7 @@ class Bench:
             self.rows.append(chat_row(count, budget, pools, mine[count], {r: c[count] for r, c in rivals.items()}))
 
     def side_by_side(self, tests: set[str], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
-        """Prefill, decode steps over one shared prefix, long conversations; on request kernel profiles."""
+        """Prefill, decode steps over one shared prefix, long conversations; kernel profiles on request."""
         running, tokens = max(batches), 2 * max(contexts) + 256 * 1024
         launches = {
             OURS: self.base.over(Pools(tokens, 5 * running + 256, 0), running),
@@ -118,6 +118,10 @@ class Bench:
             if "prefill" in tests:
                 rates = decode.prefill_rates(clients, self.vocabulary, self.repeats)
                 self.pair("prefill, chunks of 8,192, context 32,768", rates, "tokens/s")
+                for name, server in servers.items() if profiled else ():
+                    chunk = decode.profile_prefill(server, self.vocabulary, 32768, 8192)
+                    self.profiles[f"{name}, prefill chunk of 8,192 of 32,768"] = chunk
+                    self.save()
             if "decode" in tests:
                 self.decode(servers, contexts, batches, profiled=profiled)
             if "long" in tests:
@@ -203,7 +207,7 @@ def main() -> int:
     parser.add_argument(
         "--repeats", type=positive, default=5, help="runs of each server in turn, of which the median counts"
     )
-    parser.add_argument("--profile", action="store_true", help="kernel profiles of decode steps into the results")
+    parser.add_argument("--profile", action="store_true", help="kernel profiles into the results")
     parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks of every server")
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--commit", default="unknown")
