@@ -183,7 +183,6 @@ def distributions(rows: int, width: int, device, seed: int) -> dict[str, Tensor]
     outlier[:, width // 3] = 1e9
     bunched = 1.0 + whole * 2.0**-23
     bunched[:, width // 3] = 1e20
-    beside = torch.where(torch.arange(width, device=device) < width // 2, normal, 0.001 * normal - 100.0)
     ends[:, 0], ends[:, 1:40], ends[:, -1] = torch.inf, torch.nan, -torch.inf
     return {
         "normal": normal,
@@ -196,7 +195,6 @@ def distributions(rows: int, width: int, device, seed: int) -> dict[str, Tensor]
         "one value": torch.full_like(normal, -3.25),
         "an outlier": outlier,
         "bunched": bunched,
-        "the best side by side": beside,
         "an outlier over equals": torch.where(outlier == 1e9, outlier, whole),
         "infinities and NaN": ends,
         "heavy tail": tail,
