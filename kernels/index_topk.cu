@@ -34,7 +34,9 @@ struct Params {
   StepMeta meta;
   const float* scores;
   int32_t* out;
+  const int32_t* first;  // [tokens], what is added to a token's ids, or null
   int64_t stride;
+  int64_t out_stride;
   int width;
   int topk;
   bool physical;
@@ -51,6 +53,12 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
 }
 // -inf for NaN.
 __device__ __forceinline__ float number(float x) { return fmaxf(x, -INFINITY); }
+
+// What stands for entry `id` in a token's result; `first` is the token's.
+__device__ __forceinline__ int stored_as(const Params& p, int request, int first, int id) {
+  return p.physical ? static_cast<int>(p.meta.entry_row(request, id, kCsaShift)) : first + id;
+}
+__device__ __forceinline__ int first_of(const Params& p, int token) { return p.first != nullptr ? p.first[token] : 0; }
 
 struct Shared {
   int list[kList];  // ids of survivors
@@ -153,14 +161,14 @@ struct Range {
 template <int kPer, typename Team>
 __device__ __forceinline__ void select_listed(const Params& p, Team& team, int token, int request, int n, int per,
                                               unsigned (&key)[kPer], const int (&id)[kPer], Range range) {
-  const int lane = team.lane, topk = p.topk, first = static_cast<int>(threadIdx.x) * per;
+  const int lane = team.lane, topk = p.topk, first = static_cast<int>(threadIdx.x) * per, base = first_of(p, token);
   int stored[kPer];
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     const bool real = i < per && first + i < n;
     if (!real) key[i] = 0;  // below every number's
-    stored[i] = id[i];      // under way while the search goes on
-    if (p.physical && real) stored[i] = static_cast<int>(p.meta.entry_row(request, id[i], kCsaShift));
+    stored[i] = 0;
+    if (real) stored[i] = stored_as(p, request, base, id[i]);  // under way while the search goes on
   }
 
   int reach = n;  // that reach range.low
@@ -186,7 +194,7 @@ __device__ __forceinline__ void select_listed(const Params& p, Team& team, int t
   const int upto = inclusive_sum(own, lane);
   const int before = team.block_sum(own).before + upto - own;
   int higher = before & 0xffff, equal = before >> 16;
-  int32_t* const out = p.out + static_cast<int64_t>(token) * topk;
+  int32_t* const out = p.out + token * p.out_stride;
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     const int place = higher + min(equal, wanted);
@@ -457,10 +465,10 @@ __device__ __forceinline__ int visible_of(const Params& p, int token, int reques
 // A row of no more than topk entries.
 template <int kThreads>
 __device__ __forceinline__ void select_all(const Params& p, int token, int request, int visible) {
-  int32_t* const out = p.out + static_cast<int64_t>(token) * p.topk;
+  int32_t* const out = p.out + token * p.out_stride;
+  const int base = first_of(p, token);
   for (int i = threadIdx.x; i < p.topk; i += kThreads) {
-    const int stored = p.physical && i < visible ? static_cast<int>(p.meta.entry_row(request, i, kCsaShift)) : i;
-    out[i] = i < visible ? stored : -1;
+    out[i] = i < visible ? stored_as(p, request, base, i) : -1;
   }
 }
 
@@ -550,13 +558,16 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   launch(out, shape, topk_kernel<kThreads, kLong, kClustered>, p, cluster);
 }
 
-void index_topk(TensorView scores, TensorView out, bool physical, DSV4_META_PARAMS) {
+// `first` holds no element where nothing is added to ids.
+void index_topk(TensorView scores, TensorView out, TensorView first, bool physical, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
   Params p = {};
   p.meta = DSV4_META;
   p.scores = data_of<const float>(scores);
   p.out = data_of<int32_t>(out);
+  p.first = first.size(0) > 0 ? data_of<const int32_t>(first) : nullptr;
   p.stride = scores.stride(0);
+  p.out_stride = out.stride(0);
   p.width = static_cast<int>(scores.size(1));
   p.topk = static_cast<int>(out.size(1));
   p.physical = physical;

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_steps import Guarded, Plan, entry_groups, make_step, values
+from kernel_steps import Guarded, Plan, entry_groups, make_step, rope_table, same_bytes, values
 from torch import Tensor
 
 from sglang_dsv4.formats import hadamard, index_codec
 from sglang_dsv4.geometry import CSA_RATIO, GROUP_ROWS, INDEX_DIM, INDEX_FP4, INDEX_FP8
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
 
@@ -26,6 +28,10 @@ PLANS = {
     "batch of 512": Plan([(37 * i % 900, 1) for i in range(512)], seed=6),
     "long": Plan([(100_000, 1)], seed=7),
 }
+
+
+def on_hopper(device: torch.device) -> bool:
+    return jit.architecture(device.index or 0) == "90a"
 
 
 class Scored:
@@ -145,6 +151,31 @@ def test_scores_do_not_depend_on_what_stands_beside_a_query(device):
     assert torch.equal(both[0], again[0]) and torch.equal(both[1], again[0])
 
 
+@pytest.mark.parametrize("heads", [64, 24])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_operands_made_with_the_query_give_the_same_scores(device, layout, heads):
+    """Prefill: index_query writes what the kernel multiplies. Whole or in parts, the bits are those of its numbers."""
+    scored = Scored(PLANS["prefill, padded, page of 256"], layout, device, heads=heads)
+    meta, codec = scored.meta, scored.codec
+    q = values((meta.num_tokens, heads, INDEX_DIM), device, 5).bfloat16()
+    inputs = (q, values((meta.num_tokens, heads), device, 6), rope_table(5000, device), meta.positions)
+    plain = index_query_cuda(*inputs, codec=codec, scale=0.1)
+    made = index_query_cuda(*inputs, codec=codec, scale=0.1, many=True)
+    assert (made[0].dtype == torch.uint8) == on_hopper(device)
+    seen = torch.arange(scored.width, device=device) < scored.visible[:, None]
+
+    def scores(query, weights, of):
+        return index_scores_cuda(query, weights, scored.keys, of, codec=codec, max_entries=scored.width)
+
+    want = scores(*plain, meta)
+    assert same_bytes(scores(*made, meta)[seen], want[seen])
+    if on_hopper(device):
+        for start, stop in ((0, 7), (7, 300), (300, meta.num_tokens)):
+            part = scores(made[0][start:stop], made[1][start:stop], meta.tokens(start, stop))
+            assert same_bytes(part[seen[start:stop]], want[start:stop][seen[start:stop]])
+    scored.guard.check()
+
+
 # Top-k
 
 
@@ -172,6 +203,22 @@ def test_topk_sets_around_k(device, topk, physical):
     scores = values((len(visible), 8192), device, 5)
     scores[torch.arange(8192, device=device) >= meta.visible_entries(CSA_RATIO)[:, None]] = float("nan")
     run_topk(scores, meta, topk, physical)
+
+
+@pytest.mark.parametrize("visible", [[0, 3, 511, 512, 513, 2000], [3000, 9000, 33_000]])
+def test_topk_writes_workspace_rows_into_columns_of_a_wider_tensor(device, visible):
+    """Prefill: what a layer chooses stands behind the window in the index rows; nothing beside it is written."""
+    meta, guard = topk_meta(visible, device), Guarded(device)
+    scores = values((len(visible), max(visible)), device, 5)
+    first = torch.arange(len(visible), device=device, dtype=torch.int32) * 100_000 + 7
+    wide = guard.poison((len(visible), 128 + 512 + 128), torch.int32)
+    before = wide.clone()
+    got = index_topk_cuda(scores, meta, topk=512, physical=False, first=first, out=wide[:, 128:640])
+    want = index_topk(scores, meta, topk=512, physical=False)
+    assert torch.equal(got, torch.where(want >= 0, want + first[:, None], want))
+    assert got.data_ptr() == wide[:, 128:].data_ptr()
+    assert torch.equal(wide[:, :128], before[:, :128]) and torch.equal(wide[:, 640:], before[:, 640:])
+    guard.check()
 
 
 def distributions(rows: int, width: int, device, seed: int) -> dict[str, Tensor]:

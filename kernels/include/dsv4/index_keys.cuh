@@ -275,6 +275,12 @@ struct HeadScale {
   }
 };
 
+// What a head's relu is multiplied with, of its weight and its HeadScale: weigh() sums 2 relu, ReluSum (kHalf) relu.
+template <bool kHalf>
+__device__ __forceinline__ float image_weight(float weight, float scale) {
+  return (kHalf ? 1.0f : 0.5f) * weight * scale;
+}
+
 // One warp writes a head's row: lane l holds channels 4 l .. 4 l + 3. Returns the factor that goes into the head's
 // weight.
 template <typename Layout, bool kHopper>
