@@ -1,6 +1,6 @@
 """In-tree cache and ours at equal bytes on one GPU: cached tokens, time per token, prefill speed.
 
-    python bench/serving.py MODEL --only sizes prefill decode long [--dummy] [--profile] [--out FILE]
+    python bench/serving.py MODEL --only sizes prefill decode long fresh [--dummy] [--profile] [--out FILE]
     python bench/serving.py CUT_MODEL --only chats --config configs/v4_flash.json
 
 MODEL is a checkpoint folder, or with --dummy one that holds a config.json alone. All servers of a test stand on one GPU
@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import decode
+import workloads
 from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
+from replay import replay, tokens_of
 from rivals import (
     DEFAULT_RATIO,
     FULL_TOKENS,
@@ -42,11 +44,12 @@ from rivals import (
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import Server, ServerError, exit_on_signals
+from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 
 OURS, IN_TREE = "ours", "in_tree"
-SIDE_BY_SIDE = ("prefill", "decode", "long")  # served by one pair of servers
+SIDE_BY_SIDE = ("prefill", "decode", "long", "fresh")  # served by one pair of servers
 TESTS = ("sizes", *SIDE_BY_SIDE, "distinct", "chats", "drafts")
+FRESH = 32  # requests of `fresh`
 # In-tree with its multi-token prediction: one draft token a step.
 DRAFTS = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
@@ -131,6 +134,24 @@ class Bench:
                 }
                 self.rows.append({"test": test, **rows})
                 self.save()
+            if "fresh" in tests:
+                self.fresh(clients)
+
+    def fresh(self, clients: dict[str, Client]) -> None:
+        """What the cache costs where nothing is found: the preset without any reuse, replayed closed loop."""
+        stream = workloads.build("no-reuse", limit=FRESH)
+        source = tokens_of(clients[OURS], (1000, self.vocabulary))
+        tokens = sum(stream.lengths()) + sum(request.answer for request in stream.requests)
+        rates: dict[str, list[float]] = {name: [] for name in clients}
+        first: dict[str, list[float]] = {name: [] for name in clients}
+        for _ in range(self.repeats):
+            for name, client in clients.items():
+                found = replay(client, stream, users=RUNNING, speed=None, source=source, system=name)
+                rates[name].append(tokens / found["seconds"])
+                first[name].append(found["ttft_s"]["p50"])
+        test = f"{FRESH} prompts that share nothing, {RUNNING} at a time"
+        self.pair(f"{test}: prompt and answer tokens", rates, "tokens/s")
+        self.pair(f"{test}: median time to the first token", first, "s")
 
     def decode(self, servers: dict[str, Server], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
         for cell, times in decode.shared_cells(servers, self.vocabulary, contexts, batches, self.repeats):
