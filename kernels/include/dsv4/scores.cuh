@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply(const KeyShare<Layout>& key, unsigned i
                                          float (&factor)[2]) {
   if constexpr (kHopper) {
     unsigned a[4][4];
-    operand_e4m3(key, lane, a, factor);
+    operand_e4m3(key, SignedCodes{SignedCodes::kHalfSigns}, a, factor);
     hopper::wgmma_operands(a);
     hopper::wgmma_registers(dots);
     hopper::wgmma_fence();
