@@ -73,8 +73,8 @@ __device__ __forceinline__ void mbarrier_arrive_if(unsigned barrier, bool condit
 #endif
 }
 
-// Arrives and lets the phase also wait for this many bytes of bulk copies; `barrier` is an address in shared memory, here
-// and in copies.
+// Arrives and lets the phase also wait for this many bytes of bulk copies; `barrier` is an address in shared memory,
+// here and in copies.
 __device__ __forceinline__ void mbarrier_expect(unsigned barrier, unsigned bytes) {
 #if DSV4_HOPPER
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

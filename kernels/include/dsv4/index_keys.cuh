@@ -118,12 +118,12 @@ struct SignedCodes {
   static constexpr unsigned kHalfSigns = 0x40404040u;
   unsigned half_signs;
 
-  // The upper 16 bits as the lower ones: a product, as shifts run on the integer pipe, which is what bounds the conversion.
+  // The upper 16 bits as the lower ones: a product, as shifts run on the integer pipe, which bounds the conversion.
   __device__ __forceinline__ static unsigned upper(unsigned word) { return __umulhi(word, keep(0x10000u)); }
 
-  // `magnitudes` and `word` are the same low 16 bits without their signs and with. A selector whose bit 3 is set takes the
-  // sign of a byte instead of it: 0x40 of a positive code, 0 of a negative one. All codes begin as negative ones, and a
-  // product and sum clear the sign of the others.
+  // `magnitudes` and `word` are the same low 16 bits without their signs and with. A selector whose bit 3 is set takes
+  // the sign of a byte instead of it: 0x40 of a positive code, 0 of a negative one. All codes begin as negative ones,
+  // and a product and sum clear the sign of the others.
   __device__ __forceinline__ unsigned operator()(const uint2& negative, unsigned magnitudes, unsigned word) const {
     return permute(negative.x, negative.y, magnitudes) - 2 * permute(half_signs, half_signs, word);
   }

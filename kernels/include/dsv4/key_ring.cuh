@@ -1,8 +1,8 @@
 // Keys on their way from the pool to a block's teams: each team has a ring of stages in shared memory, a tile of 64 keys
-// a stage, and takes every kTeams-th of the block's tiles.
+// in each, and takes every kTeams-th of the block's tiles.
 //
-// `BulkRing` (Hopper): warps beside the teams fill the stages with bulk copies of 32 rows, so that a team waits, reads and
-// says that it has read. `AsyncRing` (all others): each thread copies what it will read itself.
+// `BulkRing` (Hopper): warps beside the teams fill the stages with bulk copies of 32 rows, so that a team waits, reads
+// and says that it has read. `AsyncRing` (all others): each thread copies what it will read itself.
 #pragma once
 
 #include "dsv4/index_keys.cuh"
@@ -19,7 +19,8 @@ struct __align__(16) HalfTile {
   template <typename Layout>
   __device__ __forceinline__ static HalfTile at(const RowPool<Layout>& pool, unsigned row) {
     const unsigned within = row % kGroupRows;
-    const uint8_t* group = pool.base + static_cast<uint64_t>(row / kGroupRows) * static_cast<unsigned>(pool.group_stride);
+    const uint8_t* group =
+        pool.base + static_cast<uint64_t>(row / kGroupRows) * static_cast<unsigned>(pool.group_stride);
     return {group + within * Layout::kDataBytes,
             group + (kGroupRows * Layout::kDataBytes + within * Layout::kScaleBytes)};
   }
@@ -35,25 +36,31 @@ struct RingBarriers {
   static constexpr int kMost = 8;  // stages
   RingStage of[kTeams][kMost];
 
-  // Once, by all threads of a block.
-  __device__ __forceinline__ void start() {
-    if (threadIdx.x >= kTeams * kMost) return;
-    RingStage& stage = of[threadIdx.x / kMost][threadIdx.x % kMost];
-    hopper::mbarrier_init(&stage.full, 1);
-    hopper::mbarrier_init(&stage.empty, 1);
-  }
+  // Where rings begin; all warps of the teams, before a barrier of all that use them. One lane a warp, as the lanes of a
+  // warp do this one after another.
+  __device__ __forceinline__ void start() { set<false>(); }
+  // The same anew, once all that was copied has been read.
+  __device__ __forceinline__ void restart() { set<true>(); }
 
-  // Back to where a ring begins, once all that was copied has been read; kTeams * kMost threads or more.
-  __device__ __forceinline__ void reset() {
-    if (threadIdx.x >= kTeams * kMost) return;
-    RingStage& stage = of[threadIdx.x / kMost][threadIdx.x % kMost];
-    hopper::mbarrier_invalidate(&stage.full);
-    hopper::mbarrier_invalidate(&stage.empty);
-    hopper::mbarrier_init(&stage.full, 1);
-    hopper::mbarrier_init(&stage.empty, 4);
-    if (threadIdx.x % kMost == 0) {  // as if a tile had come and gone: see BulkRing::kFirst
-      hopper::mbarrier_arrive(&stage.full);
-      hopper::mbarrier_arrive(&stage.empty, 4);
+ private:
+  template <bool kAgain>
+  __device__ __forceinline__ void set() {
+    constexpr int kEach = kMost / 4;
+    const int warp = threadIdx.x >> 5, team = warp >> 2;
+    if (team >= kTeams || !hopper::elect_one()) return;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      RingStage& stage = of[team][(warp & 3) * kEach + i];
+      if constexpr (kAgain) {
+        hopper::mbarrier_invalidate(&stage.full);
+        hopper::mbarrier_invalidate(&stage.empty);
+      }
+      hopper::mbarrier_init(&stage.full, 1);
+      hopper::mbarrier_init(&stage.empty, 4);
+    }
+    if ((warp & 3) == 0) {  // stage 0: as if a tile had come and gone, see BulkRing::kFirst
+      hopper::mbarrier_arrive(&of[team][0].full);
+      hopper::mbarrier_arrive(&of[team][0].empty, 4);
     }
     hopper::fence_async_shared();
   }
@@ -105,6 +112,7 @@ struct BulkRing {
     // On by as many tiles, none of them beyond the ring's end.
     template <int kTiles>
     __device__ __forceinline__ void advance() {
+      static_assert(kTiles == 1 || (kTiles == 2 && kStages % 2 == 0), "pairs begin at even stages");
       stage += kTiles;
       if (stage == kStages) {
         stage = 0;
@@ -117,7 +125,8 @@ struct BulkRing {
   __device__ __forceinline__ static void fill(unsigned stages, RingBarriers<kTeams>& barriers, const HalfTile* halves,
                                               int tiles, int team) {
     constexpr unsigned kData = kHalfTile * Layout::kDataBytes, kScale = kHalfTile * Layout::kScaleBytes;
-    const unsigned first = keep(stages + team * (kStages * kStageBytes)), full = keep(shared_address(&barriers.of[team][0]));
+    const unsigned first = keep(stages + team * (kStages * kStageBytes));
+    const unsigned full = keep(shared_address(&barriers.of[team][0]));
     const bool copies = hopper::elect_one();
     unsigned stage = kFirst, parity = 0;
 #pragma unroll 1
@@ -166,7 +175,7 @@ struct AsyncRing {
     next_stage = (kStages - 1) * kStageBytes;
   }
 
-  // Starts loading the warp's part of the team's tile `i` of `count`; `halves` are the warp's, one of every tile of the team.
+  // Starts loading the warp's part of the team's tile `i` of `count`; `halves` are the warp's, one of every tile of it.
   __device__ __forceinline__ void copy(const HalfTile* halves, int i, int count, unsigned to, int lane) const {
     if (i < count) {
       const HalfTile half = halves[2 * kTeams * i];

@@ -14,7 +14,7 @@ constexpr int kFewWarps = kFewThreads / 32;
 template <bool kHopper>
 constexpr int kFewBlock = kFewThreads + (kHopper ? 32 * kFewTeams : 0);
 constexpr int kScoreRegisters = 112, kFillRegisters = 32;
-constexpr int kFewTokens = 1024;     // tokens whose tile counts a block of score_few scans
+constexpr int kFewTokens = 1024;  // tokens whose tile counts a block of score_few scans
 template <bool kHopper>
 constexpr int kRangeTiles = kHopper ? 512 : 128;  // tiles whose places in the pool a block looks up at a time
 constexpr int kTurnEntries = kFewTeams * kKeyTile;  // from a team's tile to its next
@@ -42,10 +42,10 @@ struct KeySource {
     int tiles;     // none: there are no more ranges
     bool grouped;  // score_planned: which ring
   } range[2];      // of even and odd ones: a warp whose team has no tiles may read it late
-  int ranges;     // handed over so far
+  int ranges;      // handed over so far
   unsigned half_signs;
 
-  // All threads of a block, before a block-wide barrier.
+  // All threads of a block, before a barrier of all of them.
   __device__ __forceinline__ void start() {
     barriers.start();
     if (threadIdx.x == 0) {
@@ -67,7 +67,8 @@ struct FewBlock {
   unsigned image_address;
   int lane, block_warp, team, warp;
 
-  __device__ __forceinline__ FewBlock(uint8_t* raw_shared, float* weights_at, KeySource<kHopper>& keys_at) : keys(keys_at) {
+  __device__ __forceinline__ FewBlock(uint8_t* raw_shared, float* weights_at, KeySource<kHopper>& keys_at)
+      : keys(keys_at) {
     lane = threadIdx.x & 31;
     block_warp = threadIdx.x >> 5;
     team = block_warp >> 2;
@@ -85,9 +86,11 @@ struct FewBlock {
   __device__ __forceinline__ static void teams_meet() { named_barrier(1, kFewThreads); }
   __device__ __forceinline__ static void all_meet() { named_barrier(2, kFewBlock<kHopper>); }
 
+  // Whether no range has been handed over yet: asked before the teams meet ahead of doing it.
+  __device__ __forceinline__ bool is_first() const { return keys.ranges == 0; }
   // The teams hand a range to the warps that fill. None of the teams reads from an earlier one.
-  __device__ __forceinline__ void hand_over(Range range) const {
-    keys.barriers.reset();
+  __device__ __forceinline__ void hand_over(Range range, bool first) const {
+    if (!first) keys.barriers.restart();
     if (threadIdx.x == 0) keys.range[keys.ranges++ & 1] = range;
     all_meet();
   }
@@ -221,7 +224,8 @@ struct HalfSumPass {
 
 // A team's tiles where sums are float32.
 template <bool kHopper, typename Layout, typename NextKey>
-__device__ __forceinline__ void score_in_floats(const FewBlock<kHopper>& block, const TileRange& range, const NextKey& next_key) {
+__device__ __forceinline__ void score_in_floats(const FewBlock<kHopper>& block, const TileRange& range,
+                                                const NextKey& next_key) {
   float weight[16];
   load_weights(block.weights, block.lane, weight);
   const int count = range.of_team(block.team), entry = range.entry(block.team, block.warp);
@@ -238,14 +242,15 @@ __device__ __forceinline__ void score_in_floats(const FewBlock<kHopper>& block, 
 
 // Scores of a range of one token, at most kRangeTiles; all threads of the teams.
 template <typename Layout, bool kHopper>
-__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock<kHopper>& block, int token, int request,
-                                            const TileRange& range) {
+__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock<kHopper>& block, int token,
+                                            int request, const TileRange& range) {
   using Ring = FewRing<Layout, kHopper>;
   const int lane = block.lane;
   const unsigned stages = block.image_address + kImageBytes<kHopper>;
 
   ImageShare<Layout, kFewWarps> share;
   share.load(p, token, block.block_warp, lane);
+  const bool first = kHopper && block.is_first();
   FewBlock<kHopper>::teams_meet();  // the last rows and the last image have been read
   for (int half = threadIdx.x; half < 2 * range.count; half += kFewThreads) {
     const int entry = range.tile * kKeyTile + half * kHalfTile;
@@ -257,7 +262,7 @@ __device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const 
     FewBlock<kHopper>::teams_meet();
   };
   if constexpr (kHopper) {
-    block.hand_over({range.count, false});
+    block.hand_over({range.count, false}, first);
     write_image();
     typename Ring::Reader reader(stages, block.keys.barriers, block.team, block.warp, lane);
     if constexpr (kHalfSums<Layout, kHopper>) {

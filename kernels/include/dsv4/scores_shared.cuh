@@ -155,8 +155,8 @@ struct GroupPass {
   const FewBlock<true>& block;
   const Group& group;
   typename GroupRing<Layout>::Reader reader;
-  const int* next_item;  // of the team
-  int left;              // tiles of the team
+  unsigned next_item;  // of the team, where it stands
+  int left;            // tiles of the team
   unsigned images;
   // Where the lane finds a member's query and its operands for ReluSum: kept, or they are computed for every product.
   unsigned query_at, sums_at;
@@ -165,7 +165,7 @@ struct GroupPass {
   __device__ __forceinline__ GroupPass(const FewBlock<true>& block_of, const Group& group_of, unsigned stages, int items)
       : block(block_of), group(group_of),
         reader(stages, block_of.keys.barriers, block_of.team, block_of.warp, block_of.lane) {
-    next_item = group.items + block.team;
+    next_item = shared_address(&group.items[block.team]);
     left = (items - block.team + kFewTeams - 1) / kFewTeams;
     images = hopper::panel_start(block.image_address);
     query_at = keep(shared_address(&group.query[0]));
@@ -174,8 +174,8 @@ struct GroupPass {
 
   // The team's next tile, known to be the same in all lanes: the products' descriptors then take no vector registers.
   __device__ __forceinline__ int take_item() {
-    const int item = __shfl_sync(kFullMask, *next_item, 0);
-    next_item += kFewTeams;
+    const int item = uniform(static_cast<int>(load_shared4(next_item)));
+    next_item += kFewTeams * sizeof(int);
     --left;
     return item;
   }
@@ -275,8 +275,8 @@ struct GroupPass {
 
 // What tiles the items from `first` on are and where their halves start in the pool; all threads of the teams.
 template <typename Layout>
-__device__ __forceinline__ void look_up_items(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group, int first,
-                                              int items) {
+__device__ __forceinline__ void look_up_items(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group,
+                                              int first, int items) {
   const int shared = group.shared;
   for (int i = threadIdx.x; i < items; i += kFewThreads) {
     const int own = first + i - shared, member = own < 0 ? 0 : group.owner(own);
@@ -292,8 +292,8 @@ __device__ __forceinline__ void look_up_items(const ScoreParams<Layout>& p, cons
 
 // Items `first` to `last` of the group, at most kRangeTiles; all threads of the teams.
 template <typename Layout>
-__device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group, int first,
-                                            int last) {
+__device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group,
+                                            int first, int last) {
   constexpr bool kHalf = kHalfSums<Layout, true>;
   const int lane = block.lane, block_warp = block.block_warp;
   const int shared = group.shared, items = last - first;
@@ -309,9 +309,10 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
     }
   };
   load(low);
+  const bool is_first = block.is_first();
   FewBlock<true>::teams_meet();  // the last rows and the last images have been read
   look_up_items(p, block, group, first, items);
-  block.hand_over({items, true});
+  block.hand_over({items, true}, is_first);
 #pragma unroll 1
   for (int member = low;;) {
 #pragma unroll
@@ -364,7 +365,8 @@ __device__ __forceinline__ Pass next_pass(const ScoreParams<Layout>& p, Group& g
   if (threadIdx.x < 32) group.start(p, head, shared, visible_of, threadIdx.x);
   FewBlock<true>::teams_meet();
   const int first = group.item_at(at - before), until = group.item_at(after - before);
-  const int last = min(until, first + kRangeTiles<true>), next_cost = last < until ? before + group.cost_of(last) : after;
+  const int last = min(until, first + kRangeTiles<true>);
+  const int next_cost = last < until ? before + group.cost_of(last) : after;
   if (first >= last || first < shared) return {head, first, last, next_cost, false};
   const int owner = group.owner(first - shared);
   if (owner != group.owner(last - 1 - shared)) return {head, first, last, next_cost, false};
