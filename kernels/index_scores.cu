@@ -90,9 +90,10 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
     const int entry = first_entry + i * kKeyTile;
     const int page = p.page_of(request, min(entry, most - 1) >> rows_shift);
     KeyShare<Layout> key;
-    key.load(p.keys, p.row_of(page, entry & ((1 << rows_shift) - 1)), lane);
+    constexpr bool kOwn = kHopper && KeyShare<Layout>::kOwnScale;
+    key.template load<kOwn>(p.keys, p.row_of(page, entry & ((1 << rows_shift) - 1)), lane);
     if constexpr (kHopper) {
-      operand_e4m3(key, lane, a[i], factor[i]);
+      operand_e4m3(key, SignedCodes{SignedCodes::kHalfSigns}, a[i], factor[i]);
     } else {
       operand_bf16(key, lane, a[i], factor[i]);
     }
@@ -180,7 +181,7 @@ void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool 
     // Whole blocks a token where there are few: with equal lengths no block then meets two queries.
     const int blocks = multiprocessors(), tokens = p.meta.num_tokens;
     shape.grid = dim3(tokens > 0 && tokens <= blocks ? blocks / tokens * tokens : blocks);
-    shape.block = dim3(kFewThreads);
+    shape.block = dim3(kFewBlock<kHopper>);
     shape.dynamic_smem = kFewShared<Layout, kHopper>;
     shape.overlap = true;
     if constexpr (kHopper) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_steps import Guarded, Plan, entry_groups, make_step, rope_table, same_bytes, values
@@ -13,6 +15,7 @@ from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
+from sglang_dsv4.ops.meta import StepMeta
 
 HEADS = 64
 LAYOUTS = [INDEX_FP4, INDEX_FP8]
@@ -27,6 +30,12 @@ PLANS = {
     "prefill, padded, page of 256": Plan([(0, 0), (511, 260), (4000, 64)], pad_requests=1, pad_tokens=5, page=256),
     "batch of 512": Plan([(37 * i % 900, 1) for i in range(512)], seed=6),
     "long": Plan([(100_000, 1)], seed=7),
+    # On Hopper a block's four teams take tiles of 64 entries in turn, each through a ring of eight stages (FP8: five).
+    "a tile a request": Plan([(3 + 89 * i % 252, 1) for i in range(300)], seed=8),
+    "fewer tiles than teams, page of 256": Plan([(257 * i % 770, 1) for i in range(400)], page=256, seed=9),
+    "rings that go round": Plan([(60_000 + 1237 * i, 1) for i in range(16)], seed=10),
+    "rings that go round, page of 256": Plan([(90_000 - 4099 * i, 1) for i in range(12)], page=256, seed=11),
+    "long and short requests in a block": Plan([(40_000, 1), (5, 1), (700, 1), (2, 1)] * 12, pad_tokens=1, seed=12),
 }
 
 
@@ -174,6 +183,61 @@ def test_operands_made_with_the_query_give_the_same_scores(device, layout, heads
             part = scores(made[0][start:stop], made[1][start:stop], meta.tokens(start, stop))
             assert same_bytes(part[seen[start:stop]], want[start:stop][seen[start:stop]])
     scored.guard.check()
+
+
+def one_request(meta: StepMeta, request: int) -> StepMeta:
+    """The part of a decode step that is one request's."""
+    rows = {
+        f: v[request : request + 1] for f, v in vars(meta).items() if isinstance(v, Tensor) and f != "token_offsets"
+    }
+    rows["token_to_req"] = torch.zeros_like(rows["token_to_req"])
+    return replace(meta, **rows, token_offsets=meta.token_offsets[:2].clone())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("page", [128, 256])
+def test_scores_of_a_batch_are_those_of_its_requests_alone(device, layout, page):
+    """Blocks that meet several requests, teams without tiles, rings that go round: equal bits."""
+    lengths = [50_000, 3, 999, 40_001, 255, 256, 257, 1, 12_345] * 8
+    batch = Scored(Plan([(n, 1) for n in lengths], page=page, seed=13), layout, device)
+    together = batch.run()
+    for request in range(batch.meta.num_requests):
+        row = slice(request, request + 1)
+        alone = index_scores_cuda(
+            batch.q[row],
+            batch.weights[row],
+            batch.keys,
+            one_request(batch.meta, request),
+            codec=batch.codec,
+            max_entries=batch.width,
+        )
+        count = int(batch.visible[request])
+        assert torch.equal(alone[0, :count], together[request, :count]), request
+
+
+@pytest.mark.parametrize("spread", [-9, -8, -7, 0])
+def test_scores_of_mxfp4_keys_at_both_ends_of_the_conversion(device, spread):
+    """Scales 2^7 apart within 16 keys, where codes are first subnormal, and scales near 2^-127, whose factors are."""
+    for lowest in (0, 1, 2, 3, 4, 120):
+        scored = Scored(Plan([(700, 1), (90, 1)], seed=14), INDEX_FP4, device)
+        view = scored.keys[:, GROUP_ROWS * 64 : GROUP_ROWS * 68].view(-1, GROUP_ROWS, 4)
+        scales = torch.full_like(view, lowest - spread)
+        scales[:, ::5, 1] = lowest
+        scales[:, 3::16] = lowest
+        view.copy_(torch.where(view != 255, scales, view))
+        first = scored.run()
+        halved = scored.keys.clone()
+        below = halved[:, GROUP_ROWS * 64 : GROUP_ROWS * 68].view(-1, GROUP_ROWS, 4)
+        below.copy_(torch.where(view != 255, scales + 60, view))
+        second = index_scores_cuda(
+            scored.q, scored.weights, halved, scored.meta, codec=scored.codec, max_entries=scored.width
+        )
+        for token in range(scored.meta.num_tokens):
+            count = int(scored.visible[token])
+            # A power of two in all scales is one in all scores, where these are normal numbers.
+            want = second[token, :count].double() * 2.0**-60
+            normal = want.abs() > 2.0**-125
+            assert torch.equal(first[token, :count].double()[normal], want[normal])
 
 
 # Top-k
