@@ -91,22 +91,32 @@ struct BulkRing {
       parity = 0;
     }
 
-    // The team's tile `kAhead` behind the next one, and then: its stage may be filled again.
+    // The team's tile `kAhead` behind the next one.
     template <int kAhead = 0>
-    __device__ __forceinline__ void read(KeyShare<Layout>& key, bool leads) const {
-      const unsigned at = (stage + kAhead) * kStageBytes, barrier = barriers + (stage + kAhead) * sizeof(RingStage);
-      hopper::mbarrier_wait(barrier, parity);
+    __device__ __forceinline__ void read(KeyShare<Layout>& key) const {
+      const unsigned at = (stage + kAhead) * kStageBytes;
+      hopper::mbarrier_wait(barriers + (stage + kAhead) * sizeof(RingStage), parity);
+      // Scales first: loads come back in order, and it is the data that a product waits for.
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const unsigned scale_at = scale + at + 8 * i * Layout::kScaleBytes;
+        key.scale[i] = KeyShare<Layout>::kOwnScale ? load_shared1(scale_at) : load_shared4(scale_at);
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int piece = 0; piece < KeyShare<Layout>::kPieces; ++piece) {
           key.data[i][piece] = load_shared16(data + at + 8 * i * Layout::kDataBytes + 64 * piece);
         }
-        const unsigned scale_at = scale + at + 8 * i * Layout::kScaleBytes;
-        key.scale[i] = KeyShare<Layout>::kOwnScale ? load_shared1(scale_at) : load_shared4(scale_at);
       }
+    }
+
+    // Its stage may be filled again: behind the product that was issued with it, so that the loads have come back. An
+    // arrival does not wait for loads ahead of it, and the copy that it lets go would overwrite what they read.
+    template <int kAhead = 0>
+    __device__ __forceinline__ void release(bool leads) const {
       __syncwarp();
-      hopper::mbarrier_arrive_if(barrier + offsetof(RingStage, empty), leads);
+      hopper::mbarrier_arrive_if(barriers + (stage + kAhead) * sizeof(RingStage) + offsetof(RingStage, empty), leads);
     }
 
     // On by as many tiles, none of them beyond the ring's end.

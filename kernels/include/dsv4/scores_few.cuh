@@ -173,9 +173,10 @@ struct HalfSumPass {
   __device__ __forceinline__ void begin(float (&factor)[2]) {
     KeyShare<IndexFp4> key;
     KeyCodes codes;
-    reader.read(key, leads);
+    reader.read(key);
     codes.start(key, factor);
     issue(key, codes);
+    reader.release(leads);
   }
   // Scores a tile and starts the product of the one behind it, `kAhead` from where the reader is.
   template <int kAhead>
@@ -183,10 +184,11 @@ struct HalfSumPass {
     KeyShare<IndexFp4> key;
     KeyCodes codes;
     unsigned packed[4][4];
-    reader.template read<kAhead>(key, leads);
+    reader.template read<kAhead>(key);
     codes.start(key, next_factor);
     collect(packed);
     issue(key, codes);
+    reader.template release<kAhead>(leads);
     finish(at, factor, packed, visible);
   }
   // Scores a tile behind whose product there is none.
@@ -222,10 +224,10 @@ struct HalfSumPass {
   }
 };
 
-// A team's tiles where sums are float32.
-template <bool kHopper, typename Layout, typename NextKey>
+// A team's tiles where sums are float32; `done` is told when a key has been multiplied.
+template <bool kHopper, typename Layout, typename NextKey, typename Done>
 __device__ __forceinline__ void score_in_floats(const FewBlock<kHopper>& block, const TileRange& range,
-                                                const NextKey& next_key) {
+                                                const NextKey& next_key, const Done& done) {
   float weight[16];
   load_weights(block.weights, block.lane, weight);
   const int count = range.of_team(block.team), entry = range.entry(block.team, block.warp);
@@ -235,6 +237,7 @@ __device__ __forceinline__ void score_in_floats(const FewBlock<kHopper>& block, 
     next_key(i, key);
     float dots[32], factor[2], sum[2];
     multiply<kHopper>(key, block.image_address, block.lane, dots, factor);
+    done();
     weigh(dots, weight, sum);
     store_scores(range.out, range.visible, entry + i * kTurnEntries, block.lane, sum, factor);
   }
@@ -269,8 +272,9 @@ __device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const 
       HalfSumPass<typename Ring::Reader>(reader, block).run(range);
     } else {
       const bool leads = lane == 0;
-      score_in_floats<kHopper, Layout>(block, range, [&](int, KeyShare<Layout>& key) {
-        reader.read(key, leads);
+      const auto next_key = [&](int, KeyShare<Layout>& key) { reader.read(key); };
+      score_in_floats<kHopper, Layout>(block, range, next_key, [&] {
+        reader.release(leads);
         reader.template advance<1>();
       });
     }
@@ -281,9 +285,8 @@ __device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const 
     const HalfTile* const halves = block.keys.halves + 2 * block.team + (block.warp >> 1);
     ring.start(halves, own, lane);
     write_image();
-    score_in_floats<kHopper, Layout>(block, range, [&](int i, KeyShare<Layout>& key) {
-      ring.read(halves, i, own, lane, key);
-    });
+    const auto next_key = [&](int i, KeyShare<Layout>& key) { ring.read(halves, i, own, lane, key); };
+    score_in_floats<kHopper, Layout>(block, range, next_key, [] {});
     copy_async_wait<0>();
   }
 }

@@ -180,9 +180,9 @@ struct GroupPass {
     return item;
   }
 
-  // Keys of the team's next tile.
-  __device__ __forceinline__ void read(KeyShare<Layout>& key) {
-    reader.read(key, block.lane == 0);
+  // The keys of the team's next tile have become operands of a product.
+  __device__ __forceinline__ void next_key() {
+    reader.release(block.lane == 0);
     reader.template advance<1>();
   }
   __device__ __forceinline__ void convert(const KeyShare<Layout>& key, unsigned (&a)[4][4], float (&factor)[2]) const {
@@ -237,10 +237,11 @@ struct GroupPass {
     unsigned a[4][4];
     float factor[2];
     KeyShare<Layout> key;
-    read(key);
+    reader.read(key);
     convert(key, a, factor);
     int item = take_item(), member = Group::first_of(item);
     issue(a, member);
+    next_key();
 #pragma unroll 1
     for (;;) {
       const int tile = item >> 4, last = Group::last_of(item, members);
@@ -256,13 +257,14 @@ struct GroupPass {
       // Other teams' products run meanwhile.
       float next_factor[2];
       Collected<kHalf> result;
-      if constexpr (kHalf) read(key);
+      if constexpr (kHalf) reader.read(key);
       collect(result);
-      if constexpr (!kHalf) read(key);
+      if constexpr (!kHalf) reader.read(key);
       convert(key, a, next_factor);
       item = take_item();
       member = Group::first_of(item);
       issue(a, member);
+      next_key();
       finish(result, last, tile, factor);
       factor[0] = next_factor[0];
       factor[1] = next_factor[1];
