@@ -49,7 +49,7 @@ from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 OURS, IN_TREE = "ours", "in_tree"
 SIDE_BY_SIDE = ("prefill", "decode", "long", "fresh")  # served by one pair of servers
 TESTS = ("sizes", *SIDE_BY_SIDE, "distinct", "chats", "drafts")
-FRESH = 32  # requests of `fresh`
+FRESH, FRESH_RUNS = 32, 3  # requests of `fresh`, and how often each server answers them
 # In-tree with its multi-token prediction: one draft token a step.
 DRAFTS = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
@@ -144,7 +144,7 @@ class Bench:
         tokens = sum(stream.lengths()) + sum(request.answer for request in stream.requests)
         rates: dict[str, list[float]] = {name: [] for name in clients}
         first: dict[str, list[float]] = {name: [] for name in clients}
-        for _ in range(self.repeats):
+        for _ in range(FRESH_RUNS):
             for name, client in clients.items():
                 found = replay(client, stream, users=RUNNING, speed=None, source=source, system=name)
                 rates[name].append(tokens / found["seconds"])
