@@ -1,11 +1,12 @@
 """What a split that moves at run time could gain: pages and snapshots draw from one number of bytes.
 
-    python bench/moving.py [PRESET...] [--path MOONCAKE.jsonl] [--memory third,0.5,0.75] [--lot 0,28] [--out FILE]
+    python bench/moving.py [PRESET...] [--path MOONCAKE.jsonl] [--memory third,0.5,0.75] [--lot 1,28] [--out FILE]
 
-The same bytes, tree and policy as `simulate.py`, but a byte serves whichever pool needs it. Superseded snapshots go first
-whatever is short, then the leaf that is worth least a byte. With `--lot N` snapshots hold their bytes in lots of N
-slots, and a lot turns into pages once as many slots are free as it has. Which slots are free together is not looked
-at, moving costs nothing and needs no time: a bound for what can be built. Simulator, no server.
+The same bytes, tree and policy as `simulate.py`, but a byte serves whichever pool needs it. Superseded snapshots go
+first whatever is short, while snapshots hold more than `--floor` of the bytes; then the leaf that is worth least a
+byte. With `--lot N` snapshots hold their bytes in lots of N slots, and a lot turns into pages once as many slots are
+free as it has. Which slots are free together is not looked at, and moving costs nothing: more than what can be built.
+Simulator, no server.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class SharedBytes:
         return int(self.pages.num_pages - self._free_tokens() // self.pages.page_size)
 
     @property
+    def part(self) -> float:
+        """Of the bytes, what snapshots hold."""
+        return self.snapshots * self.slot_bytes / self.budget
+
+    @property
     def left(self) -> int:
         """Bytes that neither pages nor lots of snapshots hold."""
         lots = -(-self.snapshots // self.lot)
@@ -79,7 +85,9 @@ class SharedBytes:
 class BytesModel(reuse.ReuseModel):
     """Leaves by worth a byte: a leaf gives back its pages and the snapshot at its end."""
 
-    snapshot_pages = 8.1
+    def __init__(self, snapshot_pages: float) -> None:
+        super().__init__()
+        self.snapshot_pages = snapshot_pages
 
     def _rank(self, key: Any, *, by_span: bool) -> tuple[float, int, Any]:
         span = 0.75 * (1 << key.span_bits)
@@ -89,7 +97,7 @@ class BytesModel(reuse.ReuseModel):
 class SharedEngine(Engine):
     """A server with the bytes of `limits` that no split divides."""
 
-    def __init__(self, limits: Limits, geometry: Geometry, *, lot: int = 1) -> None:
+    def __init__(self, limits: Limits, geometry: Geometry, *, lot: int = 1, floor: float = 0.1) -> None:
         page_bytes = int(limits.page * geometry.token_alloc_bytes)
         reserve = SLOTS_PER_REQUEST * limits.running
         budget = limits.pages * page_bytes + (limits.slots - reserve) * geometry.slot_bytes
@@ -99,7 +107,8 @@ class SharedEngine(Engine):
         super().__init__(most, geometry)
         self.limits = dataclasses.replace(most, pages=limits.pages, slots=limits.slots)  # the oracle's bytes
         self.shared = SharedBytes(self.pages, self.pool.mamba_allocator, geometry, budget, reserve, lot)
-        paths_of(self.tree).order.model = BytesModel()
+        self.floor = floor
+        paths_of(self.tree).order.model = BytesModel(geometry.slot_bytes / page_bytes)
         self._sglang_evicts = self.tree.evict_for_alloc
         self.tree.evict_for_alloc = self._make_room
 
@@ -123,7 +132,7 @@ class SharedEngine(Engine):
         def short() -> bool:
             return bool(self.pages.available_size() < tokens or self.shared.slots_left() < slots)
 
-        while short() and paths.trim(tree, 1):
+        while short() and self.shared.part > self.floor and paths.trim(tree, 1):
             states += 1
         while short():
             gone = paths.order.evict(tree, 1, 0)
@@ -145,13 +154,13 @@ class SharedEngine(Engine):
         return self.shared.used_pages
 
 
-def measure(workload: Workload, memory: str, lots: list[int]) -> list[dict[str, Any]]:
+def measure(workload: Workload, memory: str, lots: list[int], floor: float) -> list[dict[str, Any]]:
     """A row for the static split and one for each lot. Raises ValueError where a request does not fit."""
     geometry = flash()
     limits = limits_for(workload, memory, geometry, users=1, chunk=8192)
     rows = []
     for lot in [0, *lots]:
-        engine = SharedEngine(limits, geometry, lot=lot) if lot else Engine(limits, geometry)
+        engine = SharedEngine(limits, geometry, lot=lot, floor=floor) if lot else Engine(limits, geometry)
         simulation = Simulation(workload, engine)
         cached = sum(row.cached for row in simulation.run(progress=True))
         known = oracle_tokens(simulation, geometry)
@@ -160,6 +169,7 @@ def measure(workload: Workload, memory: str, lots: list[int]) -> list[dict[str, 
                 "workload": workload.name,
                 "requests": len(workload.requests),
                 "memory": memory,
+                "floor": floor if lot else None,
                 "split": "moves" if lot == 1 else f"moves in lots of {lot}" if lot else "static",
                 "limits": dataclasses.asdict(limits),
                 "cached_tokens": cached,
@@ -179,6 +189,7 @@ def main() -> None:
     parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
     parser.add_argument("--memory", default="third", help="comma-separated, as for simulate.py")
     parser.add_argument("--lot", default="1", help="comma-separated slots by which memory moves")
+    parser.add_argument("--floor", type=float, default=0.1, help="part of the bytes that superseded snapshots may keep")
     parser.add_argument("--limit", type=int, help="requests to take from the beginning")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
@@ -189,7 +200,7 @@ def main() -> None:
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, chats=args.chats, limit=args.limit)
             for memory in args.memory.split(","):
-                results += measure(built, memory, lots)
+                results += measure(built, memory, lots, args.floor)
     except (OSError, ValueError) as error:
         sys.exit(f"moving: {error}")
     keys = ("workload", "memory", "split", "cached_tokens", "oracle_tokens", "cached_over_oracle")
