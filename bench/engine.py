@@ -73,9 +73,12 @@ class Engine:
         """Whether the request may begin now: SGLang's own rule for answers of known length."""
         if len(self.running) >= self.limits.running:
             return False
-        free = self.pages.available_size() + self.tree.full_evictable_size()
         promised = sum(other.answer_left for other in self.running)
-        return bool(len(run.ids) - run.expected_hit() + len(run.answer) + self.limits.page < free - promised)
+        return bool(len(run.ids) - run.expected_hit() + len(run.answer) + self.limits.page < self.room() - promised)
+
+    def room(self) -> int:
+        """Tokens that are free or can be."""
+        return int(self.pages.available_size() + self.tree.full_evictable_size())
 
     def watch(self) -> None:
         self.peak_pages = max(self.peak_pages, self.used_pages)
@@ -129,7 +132,7 @@ class Run:
         while True:
             length = engine.limits.chunk
             if not first:
-                room = int(engine.pages.available_size() + engine.tree.full_evictable_size())
+                room = engine.room()
                 room -= sum(run.answer_left for run in engine.running if run is not self)
                 length = min(length, room) if room > 0 else length
             req.extend_end = min(len(self.ids), req.prefix_len + length)

@@ -110,6 +110,47 @@ def test_an_edited_turn_counts_as_one_more_of_the_same_conversation():
     assert serve(model, 1, 3).cls.turn == 2
 
 
+def test_branches_that_their_conversation_left_go_before_those_it_went_on_with():
+    model = ReuseModel()
+    for talk in range(100, 4000, 100):
+        serve(model, talk)
+        serve(model, talk, talk + 1)
+        if talk % 200:
+            serve(model, talk, talk + 1, talk + 2)
+        else:
+            serve(model, talk, talk + 2)  # the turn was edited
+    serve(model, 9000)
+    serve(model, 9000, 9001)
+    left, going_on = model.end_of(3801), model.end_of(9001)
+    assert left.cls == going_on.cls._replace(left=True)
+    assert model.values(left.cls)[0] < model.values(going_on.cls)[0] / 2
+    order = []
+    while (mark := model.worst(by_span=False)) is not None:
+        order.append(mark.node)
+        model.withdraw(mark)
+    assert set(range(201, 4000, 200)) <= set(order[: order.index(9001)])
+
+
+def test_a_branch_to_which_its_conversation_returns_is_not_left_any_more():
+    model = ReuseModel()
+    serve(model, 100)
+    serve(model, 100, 101)
+    serve(model, 100, 102)
+    assert model.end_of(101).cls.left
+    serve(model, 100, 101, 103)
+    assert not model.mark(101, PROMPT, 0).cls.left and model.end_of(102).cls.left
+
+
+def test_strangers_on_the_same_beginning_do_not_leave_each_others_branches():
+    model = ReuseModel()
+    for user in range(5):
+        arrival = model.arrives(chain(7, 100 + user))
+        model.stands(arrival, 1, INNER, 7, 1)
+        model.stands(arrival, 2, PROMPT, 100 + user, 1)
+    serve(model, 7, 100, 200)
+    assert [model.mark(100 + user, PROMPT, 0).cls.left for user in range(5)] == [False] * 5
+
+
 def test_ends_of_answers_that_nobody_resumes_go_before_ends_of_prompts():
     model = ReuseModel()
     for talk in range(1, 40):
@@ -136,6 +177,7 @@ def test_weights_stay_finite_and_marks_are_bounded(monkeypatch):
     model = ReuseModel()
     for text in range(3000):
         serve(model, text % 60)
+    assert all(mark.stamp >= 0 for known in model._marks.values() for mark in known.members)
     assert len(model._marks) == 50 and model._weight <= 1024 * 2**16
     assert sum(len(group) for group in model._leaves.values()) == len(model._ends) == 60  # forgotten, yet still leaves
     assert sum(table.reached[0] for table in model._tables.values()) < 1e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dsv4.cache.policy import SnapshotPolicy
+from sglang_dsv4.cache.policy import LADDER, SnapshotPolicy, foothold
 
 
 def positions(prefix, end, prompt, branch=None, page=128, system=None, ladder=8192):
@@ -57,6 +57,16 @@ def test_a_long_step_leaves_a_ladder_at_the_same_places_whatever_it_began_with()
     assert positions(0, 40000, 40000, ladder=8192)[1] == [8192, 16384, 24576, 32768, 39936][:4]
     assert positions(9088, 40000, 40000, ladder=8192)[1] == [16384, 24576, 32768]
     assert positions(0, 40000, 40000, ladder=0)[1] == []
+
+
+def test_a_long_prompt_has_footholds_as_far_as_its_middle_and_a_short_one_none():
+    rungs = range(0, 200_000, LADDER)
+    assert [r for r in rungs if foothold(r, 100_000, 0)] == [2048, 4096, 8192, 16384, 32768]
+    assert [r for r in rungs if foothold(r, 150_000, 8 * 150_000)] == [2048, 4096, 8192, 16384, 32768, 65536]
+    assert not any(foothold(r, 65_535, 0) for r in rungs) and not foothold(2048 + 128, 100_000, 0)
+    assert not any(foothold(r, 150_000, 8 * 150_000 + 8) for r in rungs)  # many such prompts fit
+    positions = SnapshotPolicy(128).positions(prefix_len=0, extend_end=70_000, prompt_len=70_000).rungs
+    assert {r for r in rungs if foothold(r, 70_000, 0)} <= set(positions)
 
 
 @pytest.mark.parametrize("page", [128, 256])

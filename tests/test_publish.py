@@ -10,6 +10,7 @@ import torch
 from sglang_dsv4.cache import publish
 from sglang_dsv4.cache.habits import ANSWER, PROMPT, ResumeHabits
 from sglang_dsv4.cache.interior import InteriorSnapshot, InteriorSnapshots
+from sglang_dsv4.cache.superseded import paths_of
 
 USER = -5  # of a prompt that holds none
 
@@ -102,6 +103,11 @@ def request(row, *, prefix=0, end=1340, prompt=1340, branch=640):
     )
 
 
+def finishing(req):
+    req.finished = lambda: False
+    return req
+
+
 def checkpoint(tree, req):
     publish.publish_interior_snapshots(lambda t, r, **kw: t.insert(r, **kw), tree, req, up_to=req.extend_end)
 
@@ -185,7 +191,35 @@ def test_the_end_of_the_system_prompt_is_taken_at_once_and_known_as_shared():
     batch.reqs[0].origin_input_ids[700] = USER
     batch.reqs[0].mamba_branching_seqlen = None
     publish.plan_snapshots(batch, batch.reqs[0])
-    assert [(s.length, s.shared) for s in pool.interior.waiting(1)] == [(640, True)]
+    assert [(s.length, s.kept) for s in pool.interior.waiting(1)] == [(640, True)]
+
+
+def test_a_system_prompt_that_ends_with_a_chunk_is_known_as_shared():
+    batch, _, tree = setup(range(10, 20))
+    batch.reqs[0] = request(1, end=512, prompt=1340, branch=None)
+    batch.reqs[0].origin_input_ids[512] = USER
+    assert publish.plan_snapshots(batch, batch.reqs[0]).track_seqlen == 512
+    publish.checkpoint(lambda t, r, **kw: t.insert(r, **kw), tree, finishing(batch.reqs[0]), up_to=512)
+    assert paths_of(tree).kept_above(batch.reqs[0].last_node) == (batch.reqs[0].last_node,)
+
+
+@pytest.mark.parametrize("prompt, kept", [(65_536, [2048, 4096]), (65_535, [])])
+def test_a_long_prompt_keeps_rungs_at_doubling_distances(prompt, kept):
+    batch, pool, _ = setup(range(10, 40))
+    pool.mamba_allocator.size = 40
+    batch.reqs[0] = request(1, end=8192, prompt=prompt, branch=None)
+    assert publish.plan_snapshots(batch, batch.reqs[0]).track_seqlen == 8192
+    assert [s.length for s in pool.interior.waiting(1)] == [2048, 4096, 6144]
+    assert [s.length for s in pool.interior.waiting(1) if s.kept] == kept
+    assert batch.reqs[0]._dsv4_keeps_last == bool(kept)
+
+
+def test_footholds_displace_superseded_snapshots_while_slots_are_scarce_and_other_fine_rungs_do_not():
+    batch, pool, _ = setup(range(10, 16))
+    pool.mamba_allocator.size = 100
+    batch.reqs[0] = request(1, end=8192, prompt=70_000, branch=None)
+    publish.plan_snapshots(batch, batch.reqs[0])
+    assert [s.length for s in pool.interior.waiting(1)] == [2048, 4096]
 
 
 def test_a_chunks_end_is_no_snapshot_where_it_would_push_out_one_that_others_use():

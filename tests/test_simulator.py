@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engine import Engine, Limits
 from measure import misses, summary
+from moving import SharedEngine
 from prefixes import PrefixIndex
 from simulate import Simulation, flash, limits_for, oracle_tokens
 from workloads import PRESETS, Conversations, Piece, Request, TokenSource, Workload, build
@@ -129,6 +130,44 @@ def test_what_random_arrivals_allow_is_what_fits_shared_among_all_who_may_come()
     assert bounds.memoryless(times, [0, 0, 10, 10], room=10, pause=5) == 5 + 10
     assert bounds.memoryless(times, [0, 0, 10, 10], room=100, pause=5) == 20
     assert bounds.shuffled(["a", "b", "a", "b"], pages=10, room=10) == pytest.approx(10 / 3 + 5 + 10)
+
+
+def test_of_two_long_sessions_in_turn_the_beginning_of_the_other_stays():
+    """Room for one of them and 60 pages. The end goes first, and a snapshot stands low enough for what is left."""
+    limits = limits_for(build("alternating-long"), "third", flash(), users=1, chunk=8192)
+    rows = run(build("alternating-long", limit=8), limits).rows
+    assert [row.cached for row in rows[:2]] == [0, 0] and all(row.cached >= 2048 for row in rows[2:])
+
+
+def test_a_split_that_moves_never_holds_more_than_its_bytes_and_gives_to_both():
+    workload = build("dropped-reasoning", limit=80)
+    limits = limits_for(workload, "third", flash(), users=1, chunk=8192)
+    for lot in (1, 7):
+        engine = SharedEngine(limits, flash(), lot=lot)
+        left, watch = [], engine.watch
+        engine.watch = lambda left=left, watch=watch, engine=engine: (left.append(engine.shared.left), watch())
+        rows = Simulation(workload, engine).run()
+        assert sum(row.cached for row in rows) > 0 and engine.running == []
+        assert 0 <= min(left) < 100 * engine.shared.page_bytes
+        assert engine.peak_pages > limits.pages and engine.peak_snapshots > limits.slots
+
+
+def test_memory_moves_in_lots():
+    engine = SharedEngine(Limits(pages=100, slots=5 + 20), flash(), lot=4)
+    shared, slots = engine.shared, engine.pool.mamba_allocator
+    whole = shared.tokens_left()
+    taken = slots.alloc(5)
+    assert shared.snapshots == 0 and shared.tokens_left() == whole
+    slots.alloc(1)
+    lot = whole - shared.tokens_left()
+    assert lot // PAGE == -(-4 * shared.slot_bytes // shared.page_bytes)
+    slots.alloc(3)
+    assert shared.tokens_left() == whole - lot
+    slots.alloc(1)
+    assert shared.tokens_left() < whole - lot
+    slots.free(taken)
+    assert shared.tokens_left() == whole
+    assert slots.alloc(10**6) is None
 
 
 def test_missed_tokens_have_one_cause_each():

@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class InteriorSnapshot(NamedTuple):
-    """State after `length` tokens, in `slot` (int64 [1]). A shared one is there for other conversations."""
+    """State after `length` tokens, in `slot` (int64 [1]). A kept one stays when its path goes on."""
 
     length: int
     slot: Tensor
-    shared: bool = False
+    kept: bool = False
 
 
 class InteriorSnapshots:

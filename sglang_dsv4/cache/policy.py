@@ -10,6 +10,20 @@ from sglang_dsv4.geometry import WINDOW
 # Tokens between the rungs of a long prompt's ladder, and between those of them that may displace a superseded
 # snapshot; the others take free slots only while many are free. docs/tuning.md shows what other distances give.
 LADDER, COARSE = 2048, 8192
+# A prompt of so many tokens and such a part of the pool keeps footholds.
+LONG, LARGE = 65_536, 1 / 8
+
+
+def foothold(length: int, prompt_len: int, pool: int) -> bool:
+    """Whether the path of the prompt keeps the rung at `length` when the path goes on; `pool` tokens of pages.
+
+    Where few texts as long fit, their rungs at doubling distances stay, as far as the middle: the end of a text can go
+    and its beginning be found. They cost a twelfth of its bytes at most.
+    """
+    if prompt_len < max(LONG, 2 * length, LARGE * pool):
+        return False
+    rungs, rest = divmod(length, LADDER)
+    return not rest and rungs > 0 and not rungs & (rungs - 1)
 
 
 class Positions(NamedTuple):

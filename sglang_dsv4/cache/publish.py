@@ -17,7 +17,7 @@ from torch import Tensor
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.habits import ANSWER, INNER, PROMPT
 from sglang_dsv4.cache.interior import InteriorSnapshot
-from sglang_dsv4.cache.policy import COARSE, SnapshotPolicy
+from sglang_dsv4.cache.policy import COARSE, SnapshotPolicy, foothold
 from sglang_dsv4.cache.superseded import paths_of
 
 USER_TOKEN = "<｜User｜>"
@@ -28,7 +28,7 @@ def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
     kv, pool, tree = req.kv, batch.req_to_token_pool, batch.tree_cache
     for stale in pool.interior.take(kv.req_pool_idx):
         pool.mamba_allocator.free(stale.slot)
-    track_position = kv.mamba_next_track_idx
+    track_position, prompt = kv.mamba_next_track_idx, len(req.full_untruncated_fill_ids)
     shared = tree.supports_prefix_sharing()
     if shared:
         _note_resume(tree, req)
@@ -36,10 +36,15 @@ def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
     wanted = SnapshotPolicy(tree.page_size).positions(
         prefix_len=req.prefix_len,
         extend_end=req.extend_end,
-        prompt_len=len(req.full_untruncated_fill_ids),
+        prompt_len=prompt,
         branch=req.mamba_branching_seqlen,
         system_end=system_end,
     )
+    shared_end = None if system_end is None else system_end // tree.page_size * tree.page_size
+
+    def kept(length: int) -> bool:
+        return length == shared_end or foothold(length, prompt, tree.token_to_kv_pool_allocator.size)
+
     last = wanted.last
     if last in wanted.rungs and not (shared and _room_for_rung(batch)):
         last = max(wanted.needed, default=None)
@@ -47,11 +52,12 @@ def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
         row = kv.req_pool_idx
         for length in wanted.needed:
             if length != last:
-                shared_end = system_end is not None and length == system_end // tree.page_size * tree.page_size
-                _take_interior(batch, row, length, _spare_slot, shared=shared_end)
+                _take_interior(batch, row, length, _spare_slot, kept=kept(length))
         for length in wanted.rungs:
             if length < (last or 0):
-                _take_interior(batch, row, length, _fine_slot if length % COARSE else _rung_slot, shared=False)
+                coarse = kept(length) or not length % COARSE
+                _take_interior(batch, row, length, _rung_slot if coarse else _fine_slot, kept=kept(length))
+    req._dsv4_keeps_last = last is not None and kept(last)
     if last is None:
         kv.mamba_last_track_seqlen = None  # the step before may have left one that was published since
         return _MambaRadixCacheV2TrackEntry(track_mask=False, track_position=track_position, track_seqlen=-1)
@@ -75,14 +81,17 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
         counters.skipped += 1
     paths.kind = ANSWER if answered else PROMPT if up_to >= prompt else INNER
     paths.behind = getattr(req, "_dsv4_prompt_end", None) if answered else None
-    paths.shared = getattr(req, "_dsv4_shared", ())
+    paths.kept = getattr(req, "_dsv4_kept", ())
     offered = 1 if req.kv.mamba_last_track_seqlen and not tree.disable else 0
     before = counters.published
     try:
         insert(tree, req, up_to=up_to, **kwargs)
     finally:
-        kind, paths.kind, paths.behind, paths.shared = paths.kind, None, None, ()
+        kind, paths.kind, paths.behind, paths.kept = paths.kind, None, None, ()
     counters.duplicates += max(0, offered - (counters.published - before))
+    if offered and getattr(req, "_dsv4_keeps_last", False):
+        req._dsv4_keeps_last = False
+        req._dsv4_kept = paths.keep(req.last_node, getattr(req, "_dsv4_kept", ()))
     if req.finished():
         paths.order.ended(tree, req)
     paths.order.stands(tree, req, kind, snapshot=bool(offered))
@@ -109,15 +118,15 @@ def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any,
                 pool.mamba_allocator.free(snapshot.slot)
                 continue
             kv.mamba_last_track_seqlen, paths.kind = snapshot.length, INNER
-            paths.shared = getattr(req, "_dsv4_shared", ())
+            paths.kept = getattr(req, "_dsv4_kept", ())
             with pool.interior.publish(snapshot.slot):
                 insert(tree, req, up_to=up_to, **kwargs)
             counters.interior_published += 1
             paths.order.stands(tree, req, INNER, snapshot=True)
-            if snapshot.shared:
-                req._dsv4_shared = paths.share(req.last_node, paths.shared)
+            if snapshot.kept:
+                req._dsv4_kept = paths.keep(req.last_node, paths.kept)
     finally:
-        req.finished_reason, paths.kind, paths.shared = reason, None, ()
+        req.finished_reason, paths.kind, paths.kept = reason, None, ()
         kv.mamba_last_track_seqlen, kv.mamba_prev_track_seqlen = last, previous
 
 
@@ -129,7 +138,7 @@ def _note_resume(tree: Any, req: Any) -> None:
         paths.order.arrives(tree, req)
         if req.prefix_len:
             kind = paths.habits.resumed(req.last_node)
-            req._dsv4_shared = paths.shared_above(req.last_node)
+            req._dsv4_kept = paths.kept_above(req.last_node)
         counters.hits[kind] += 1
         counters.hit_tokens[kind] += req.prefix_len
         counters.missed_tokens.update(paths.order.missed(tree, req))
@@ -143,18 +152,18 @@ def _system_end(pool: Any, req: Any) -> int | None:
         unknown = getattr(tokenizer, "unk_token_id", None)
         pool.user_token = -1 if found is None or found == unknown else int(found)
     try:
-        end: int = req.origin_input_ids.index(pool.user_token, 0, req.extend_end)
+        end: int = req.origin_input_ids.index(pool.user_token, 0, req.extend_end + 1)
     except ValueError:
         return None
     return end
 
 
-def _take_interior(batch: Any, row: int, length: int, take: Callable[[Any], Tensor | None], *, shared: bool) -> None:
+def _take_interior(batch: Any, row: int, length: int, take: Callable[[Any], Tensor | None], *, kept: bool) -> None:
     slot = take(batch)
     if slot is None:
         counters.interior_refused += 1
     else:
-        batch.req_to_token_pool.interior.add(row, InteriorSnapshot(length, slot, shared))
+        batch.req_to_token_pool.interior.add(row, InteriorSnapshot(length, slot, kept))
 
 
 def _spare_slot(batch: Any) -> Tensor | None:

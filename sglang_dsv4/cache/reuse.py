@@ -29,7 +29,7 @@ _REMEMBERED = 1 << 16  # marks; those that were not passed for longest are forgo
 _AGES = 20  # age b lasts from 2^b to 2^(b+1) requests
 _TURNS, _STRANGERS = 15, 7  # more count as so many
 _PRIOR = 0.5  # part of the marks of any age that is passed before twice that age, while nothing is known
-_TRUST = 3.0  # observations that weigh as much as what the wider class says
+_TRUST = 1.0  # observations that weigh as much as what the wider class says
 _REFRESH = 16  # requests between new values
 _FADE = 0.5 ** (1 / 2048)  # weight that observations lose with every request
 _PASSED = "passed"
@@ -41,11 +41,13 @@ class MarkClass(NamedTuple):
     kind       of place while nobody has passed it, or "passed"
     turn       requests of its conversation so far
     strangers  requests of other conversations that passed it
+    left       its conversation has gone on somewhere else since
     """
 
     kind: str
     turn: int
     strangers: int
+    left: bool = False
 
 
 class _Group(NamedTuple):
@@ -62,7 +64,7 @@ class Mark:
     A leaf that is `held` cannot go for now.
     """
 
-    __slots__ = ("age", "chain", "cls", "held", "is_end", "node", "passes", "span", "stamp", "talk")
+    __slots__ = ("age", "chain", "cls", "held", "is_end", "members", "node", "passes", "span", "stamp", "talk")
 
     def __init__(self, kind: str, turn: int) -> None:
         self.cls = MarkClass(kind, min(turn, _TURNS), 0)
@@ -71,6 +73,7 @@ class Mark:
         self.age = self.stamp = self.passes = self.span = 0
         self.node: int | None = None
         self.chain: array[int] | None = None  # hashes of a text that passes here
+        self.members: dict[Mark, None] = {}  # of the conversation that began here, those that it has not left
         self.talk: Mark | None = None  # end of the first prompt of the conversation that passed last
 
 
@@ -124,10 +127,29 @@ class ReuseModel:
             self._count(mark, hits=1.0)
             strange = talk is None or mark.talk is not talk
             cls = MarkClass(_PASSED, min(arrival.turn, _TURNS), min(mark.cls.strangers + strange, _STRANGERS))
-            mark.talk = talk
+            self._belongs(mark, talk)
             self._begin(mark, cls)
             self._marks.move_to_end(chain[at - 1])
+        if talk is not None:
+            self._leaves_behind(talk, arrival)
         return arrival
+
+    def _leaves_behind(self, talk: Mark, arrival: Arrival) -> None:
+        """The conversation goes on with the request: marks that it did not pass are on a branch that was left."""
+        passed = set(arrival.passed)
+        for mark in [member for member in talk.members if member not in passed]:
+            del talk.members[mark]
+            if mark.stamp >= 0:  # it is not forgotten
+                self._begin(mark, mark.cls._replace(left=True))
+
+    @staticmethod
+    def _belongs(mark: Mark, talk: Mark | None) -> None:
+        """The conversation is the last one that passed the mark."""
+        if mark.talk is not None:
+            mark.talk.members.pop(mark, None)
+        mark.talk = talk
+        if talk is not None:
+            talk.members[mark] = None
 
     def stands(self, arrival: Arrival, pages: int, kind: str, node: int, span: int) -> None:
         """The request's first pages stand in the tree as far as `node`, a leaf."""
@@ -135,8 +157,8 @@ class ReuseModel:
         if kind == PROMPT and arrival.talk is None:
             arrival.talk = mark
             for passed in arrival.passed:
-                passed.talk = mark
-        mark.talk = arrival.talk
+                self._belongs(passed, mark)
+        self._belongs(mark, arrival.talk)
         for depth, above in zip(arrival.depths, arrival.passed, strict=True):
             if depth < pages:
                 self.withdraw(above)
@@ -151,7 +173,9 @@ class ReuseModel:
             mark = self._marks[key] = Mark(kind, turn)
             self._begin(mark, mark.cls)
             if len(self._marks) > _REMEMBERED:
-                self._marks.popitem(last=False)[1].stamp = -1
+                forgotten = self._marks.popitem(last=False)[1]
+                forgotten.stamp = -1
+                self._belongs(forgotten, None)
         return mark
 
     # Leaves
@@ -279,7 +303,7 @@ class ReuseModel:
 
     @staticmethod
     def _wider(cls: MarkClass) -> tuple[tuple[object, ...], ...]:
-        return (), (cls.kind, cls.strangers), cls
+        return (), (cls.kind, cls.strangers, cls.left), cls
 
     def _chances(self, cls: MarkClass) -> list[float]:
         chances, trust = [_PRIOR] * _AGES, _TRUST * self._weight

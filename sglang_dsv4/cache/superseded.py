@@ -25,8 +25,8 @@ _REMEMBERED = 1 << 16  # nodes of which anything is known; the oldest are forgot
 class SupersededPaths:
     """Ends of paths that hold more snapshots than they need, the one extended longest ago first.
 
-    Above the end of a prompt everything is superseded but ends of system prompts and forks. Above the end of an answer
-    the prompt's end is too, where conversations resume at answers.
+    Above the end of a prompt everything is superseded but ends of system prompts, forks and the footholds of long
+    paths. Above the end of an answer the prompt's end is too, where conversations resume at answers.
     """
 
     def __init__(self, pages: int = 0) -> None:
@@ -36,8 +36,8 @@ class SupersededPaths:
         self.root: int | None = None  # of the tree, another one after a flush
         self.kind: str | None = None  # of the snapshot that is being inserted
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
-        self.shared: tuple[int, ...] = ()  # nodes above it that other conversations are expected to resume at
-        self._shared_above: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self.kept: tuple[int, ...] = ()  # nodes above it whose snapshots are not superseded
+        self._kept_above: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._prompts: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._answers: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
@@ -49,31 +49,31 @@ class SupersededPaths:
         if self.kind is None:
             return
         self.habits.published(tail, self.kind, self.behind)
-        if self.shared:
-            self._remember(tail, self.shared)
+        if self.kept:
+            self._remember(tail, self.kept)
         group = self._answers if self.kind == ANSWER else self._prompts
-        group[tail] = self.shared
+        group[tail] = self.kept
         group.move_to_end(tail)
         if len(group) > _REMEMBERED:
             group.popitem(last=False)
 
-    def share(self, node: int, above: tuple[int, ...]) -> tuple[int, ...]:
-        """The snapshot at `node` is there for others, like those `above` it; returns all of them."""
-        shared = (*above, node)
-        self._remember(node, shared)
-        return shared
+    def keep(self, node: int, above: tuple[int, ...]) -> tuple[int, ...]:
+        """The snapshot at `node` stays when its path goes on, like those `above` it; returns all of them."""
+        kept = (*above, node)
+        self._remember(node, kept)
+        return kept
 
-    def _remember(self, node: int, shared: tuple[int, ...]) -> None:
-        self._shared_above[node] = shared
-        while len(self._shared_above) > _REMEMBERED:
-            self._shared_above.popitem(last=False)
+    def _remember(self, node: int, kept: tuple[int, ...]) -> None:
+        self._kept_above[node] = kept
+        while len(self._kept_above) > _REMEMBERED:
+            self._kept_above.popitem(last=False)
 
-    def shared_above(self, node: int) -> tuple[int, ...]:
-        """The shared snapshots above `node`, and itself if it is one."""
-        return self._shared_above.get(node, ())
+    def kept_above(self, node: int) -> tuple[int, ...]:
+        """The snapshots to keep above `node`, and itself if it is one."""
+        return self._kept_above.get(node, ())
 
     def clear(self) -> None:
-        self._shared_above.clear()
+        self._kept_above.clear()
         self._prompts.clear()
         self._answers.clear()
         self.habits.clear()
@@ -90,8 +90,8 @@ class SupersededPaths:
     def _trim(self, tree: Any, tails: OrderedDict[int, tuple[int, ...]], count: int) -> int:
         gone = 0
         while gone < count and tails:
-            tail, shared = tails.popitem(last=False)
-            locks = [lock for node in shared if (lock := _lock(tree, node)) is not None]
+            tail, kept = tails.popitem(last=False)
+            locks = [lock for node in kept if (lock := _lock(tree, node)) is not None]
             try:
                 went = _trim_path(tree, tail)
             finally:
