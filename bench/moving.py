@@ -196,7 +196,7 @@ def main() -> None:
     lots = [int(lot) for lot in args.lot.split(",")]
     results: list[dict[str, Any]] = []
     try:
-        for name in [*args.workload, *(["mooncake"] if args.path else [])]:
+        for name in dict.fromkeys([*args.workload, *(["mooncake"] if args.path else [])]):
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, chats=args.chats, limit=args.limit)
             for memory in args.memory.split(","):
