@@ -16,13 +16,14 @@ constexpr int kFewBlock = kFewThreads + (kHopper ? 32 * kFewTeams : 0);
 constexpr int kScoreRegisters = 112, kFillRegisters = 32;
 constexpr int kFewTokens = 1024;  // tokens whose tile counts a block of score_few scans
 template <bool kHopper>
-constexpr int kRangeTiles = kHopper ? 512 : 128;  // tiles whose places in the pool a block looks up at a time
+constexpr int kRangeTiles = kHopper ? 512 : 64;  // tiles whose places in the pool a block looks up at a time
 constexpr int kTurnEntries = kFewTeams * kKeyTile;  // from a team's tile to its next
 
-// Elsewhere than on Hopper a block may have 99 KB of shared memory.
+// Elsewhere than on Hopper a block may have 99 KB of shared memory in all.
+constexpr size_t kPortableShared = 99 * 1024;
 template <typename Layout, bool kHopper>
 struct FewRingOf {
-  using Ring = AsyncRing<Layout, kFewTeams, KeyShare<Layout>::kPieces == 1 ? 4 : 2>;
+  using Ring = AsyncRing<Layout, kFewTeams, KeyShare<Layout>::kPieces == 1 ? 3 : 2>;
 };
 template <typename Layout>
 struct FewRingOf<Layout, true> {
@@ -373,6 +374,12 @@ struct FewQueries {
     return low;
   }
 };
+
+template <typename Layout>
+constexpr size_t kFewInAll =
+    kFewShared<Layout, false> + sizeof(FewQueries) + sizeof(KeySource<false>) + kMaxHeads * sizeof(float);
+static_assert(kFewInAll<IndexFp4> <= kPortableShared && kFewInAll<IndexFp8> <= kPortableShared,
+              "what score_few keeps beside its stages counts, too");
 
 // The teams' part: the block's ranges one after another.
 template <typename Layout, bool kHopper>
