@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import report  # noqa: E402
 import workloads  # noqa: E402
+from measure import positive  # noqa: E402
 from replay import replay, tokens_of  # noqa: E402
 from rivals import (  # noqa: E402
     DEFAULT_RATIO,
@@ -46,7 +47,6 @@ from rivals import (  # noqa: E402
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
-    positive,
     same_kernels,
     together,
     vocabulary_of,
@@ -111,13 +111,26 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.starts: dict[str, float] = {}
         self.kernels: dict[str, Any] = {}
-        self.setting = {name: getattr(options, name) for name in ("users", "tokens", "chats", "answers")}
+        names = ("users", "tokens", "chats", "answers")
+        self.setting = {name: getattr(options, name) for name in names} | {"passes": PASSES}
         if options.resume and options.out.exists():
-            kept = json.loads(options.out.read_text())
-            if kept.get("setting") != self.setting:
-                raise ValueError(f"{options.out} was measured with {kept.get('setting')}, not with {self.setting}")
-            self.rows = [row for row in kept["runs"] if "stopped" not in row]
-            self.starts, self.kernels = kept["start_s"], kept["kernels"]
+            self.take_over(options.out)
+
+    def take_over(self, path: Path) -> None:
+        """The rows of an earlier run. Raises ValueError, one line, where they do not belong beside new ones."""
+        try:
+            kept = json.loads(path.read_text())
+            setting, runs = kept.get("setting"), kept.get("runs", ())
+            rows = [row for row in runs if "stopped" not in row]
+            known = all({"workload", "system", "commit"} <= set(row) for row in rows)
+            self.starts, self.kernels = dict(kept.get("start_s", {})), dict(kept.get("kernels", {}))
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f"{path} is not a result of this benchmark") from None
+        if setting != self.setting:
+            raise ValueError(f"{path} was measured with {setting}, not with {self.setting}")
+        if not known:
+            raise ValueError(f"{path} has rows without workload, system or commit")
+        self.rows = rows
 
     def run(self) -> None:
         """Raises ServerError where a server does not start or has died."""
@@ -131,7 +144,8 @@ class Bench:
         with together(needed, self.options.logs, self.starts) as servers:
             self.kernels = same_kernels(servers)
             for stream, name in missing:
-                self.rows.append({**self.row(stream, name, servers[name]), **memory[name]})
+                row = self.row(stream, name, servers[name])
+                self.rows.append({**row, **memory[name], "commit": options.commit})
                 self.save()
                 print(line(self.rows[-1]), flush=True)
 

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rivals import card, positive
+from measure import positive
+from rivals import card
 
 LOT = 2 << 20
 SLOT_STORES, PAGE_STORES = 43 + 21, 41 + 21

@@ -25,6 +25,7 @@ from typing import Any
 import decode
 import workloads
 from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
+from measure import positive
 from replay import replay, tokens_of
 from rivals import (
     DEFAULT_RATIO,
@@ -39,7 +40,6 @@ from rivals import (
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
-    positive,
     together,
     vocabulary_of,
 )
