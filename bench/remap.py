@@ -22,7 +22,7 @@ from measure import positive
 from rivals import card
 
 LOT = 2 << 20
-SLOT_STORES, PAGE_STORES = 43 + 21, 41 + 21
+SLOT_STORES = 43 + 21
 TURNS = 7
 
 
