@@ -182,14 +182,6 @@ __device__ __forceinline__ void cluster_store(unsigned address, int value) {
 #endif
 }
 
-__device__ __forceinline__ int cluster_fetch_add(unsigned address, int value) {
-  int before = 0;
-#if DSV4_HOPPER
-  asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
-#endif
-  return before;
-}
-
 // ---- register budget of a warpgroup ----
 
 template <int kRegisters>
