@@ -1,5 +1,5 @@
 // Rotates indexer queries, transforms them, rounds them like keys, and scales the head weights; contract in
-// sglang_dsv4/ops/index_query.py. Either the rounded numbers come out, or the images that score_many multiplies.
+// sglang_dsv4/ops/index_query.py. Either the rounded numbers come out, or the images that index_scores multiplies.
 //
 // Half a warp a head: lane l holds channels 8 l .. 8 l + 7, so a load or store instruction moves whole 256-byte rows and
 // the upper eight lanes hold the rotated channels. A block serves heads of one token, which share its row of the table.
@@ -131,21 +131,28 @@ __device__ __forceinline__ void store_rounded(const Params& p, int token, int he
   }
 }
 
-// A head's row of the token's image and its weight; zeros for a head that does not exist.
+// A head's row of the token's image and its weight, of the scaled `weight`; zeros for a head that does not exist.
 template <typename Layout>
-__device__ __forceinline__ void store_image(const Params& p, int token, int head, int lane, const float (&x)[8]) {
+__device__ __forceinline__ void store_image(const Params& p, int token, int head, int lane, const float (&x)[8],
+                                            float weight) {
   const HeadScale<Layout> of(largest<kLanes>(x));
-  uint8_t* const image = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(token) * kImageBytes<true>;
-  const bool real = head < p.heads;
+  unsigned codes[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const unsigned codes = e4m3_encode4(of.code(x[4 * i]), of.code(x[4 * i + 1]), of.code(x[4 * i + 2]),
-                                        of.code(x[4 * i + 3]));
-    *reinterpret_cast<unsigned*>(image + e4m3_image_offset<Layout>(head, 8 * lane + 4 * i)) = real ? codes : 0u;
+    codes[i] = e4m3_encode4(of.code(x[4 * i]), of.code(x[4 * i + 1]), of.code(x[4 * i + 2]), of.code(x[4 * i + 3]));
   }
+  const bool real = head < p.heads;
+  // A lane's two words stand in two neighbouring units of the row, beside those of another lane: they trade, so that each
+  // has eight bytes of one unit and one instruction writes whole rows.
+  constexpr int kPartner = Layout::kDataBytes == IndexFp4::kDataBytes ? 4 : 2;
+  const bool upper = lane & kPartner;
+  const unsigned got = __shfl_xor_sync(kFullMask, upper ? codes[0] : codes[1], kPartner);
+  const uint2 pair = upper ? make_uint2(got, codes[1]) : make_uint2(codes[0], got);
+  const int at = e4m3_image_offset<Layout>(head, upper ? 8 * (lane - kPartner) + 4 : 8 * lane);
+  uint8_t* const image = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(token) * kImageBytes<true>;
+  *reinterpret_cast<uint2*>(image + at) = real ? pair : make_uint2(0, 0);
   if (lane == 0) {
-    p.out_weights[static_cast<int64_t>(token) * kMaxHeads + head] =
-        real ? image_weight<false>(scaled_weight(p, token, head), of.scale) : 0.0f;
+    p.out_weights[static_cast<int64_t>(token) * kMaxHeads + head] = real ? image_weight(weight, of.scale) : 0.0f;
   }
 }
 
@@ -156,12 +163,14 @@ __global__ void __launch_bounds__(kThreads) index_query_kernel(const __grid_cons
   const int lane = threadIdx.x % kLanes, token = blockIdx.x;
   const int block_head = blockIdx.y * kHeads * kRounds, first = block_head + threadIdx.x / kLanes;
 
-  float x[kRounds][8];
+  float x[kRounds][8], weight[kRounds];
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     // A head that does not exist repeats the last one: every lane takes part in the exchanges.
     const int head = min(first + i * kHeads, p.heads - 1);
     load8(static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + 8 * lane, x[i]);
+    // With the channels, as the image's weight is wanted when they have become codes.
+    weight[i] = kImages ? scaled_weight(p, token, head) : 0.0f;
   }
   const int scaled_head = block_head + threadIdx.x;
   if (!kImages && threadIdx.x < kHeads * kRounds && scaled_head < p.heads) {
@@ -192,30 +201,33 @@ __global__ void __launch_bounds__(kThreads) index_query_kernel(const __grid_cons
     round_as_key<Layout>(x[i]);
     const int head = first + i * kHeads;
     if constexpr (kImages) {
-      store_image<Layout>(p, token, head, lane, x[i]);
+      store_image<Layout>(p, token, head, lane, x[i], weight[i]);
     } else if (head < p.heads) {
       store_rounded<Layout>(p, token, head, lane, x[i]);
     }
   }
 }
 
-template <typename T, typename Layout>
-void launch_query(const TensorView& anchor, const Params& p, bool images) {
+template <typename T, typename Layout, bool kImages>
+void launch_rounds(const TensorView& anchor, const Params& p) {
   LaunchShape shape;
   shape.block = dim3(kThreads);
   shape.overlap = true;
-  const auto grid = [&](int heads, int rounds) {
-    return dim3(p.tokens, static_cast<unsigned>((heads + kHeads * rounds - 1) / (kHeads * rounds)));
-  };
-  if (images) {
-    shape.grid = grid(kMaxHeads, 4);
-    launch(anchor, shape, index_query_kernel<T, Layout, 4, true>, p);
-  } else if (p.tokens <= kFewTokens) {
-    shape.grid = grid(p.heads, 1);
-    launch(anchor, shape, index_query_kernel<T, Layout, 1, false>, p);
+  const int rounds = p.tokens <= kFewTokens ? 1 : 4, heads = kImages ? kMaxHeads : p.heads;
+  shape.grid = dim3(p.tokens, static_cast<unsigned>((heads + kHeads * rounds - 1) / (kHeads * rounds)));
+  if (rounds == 1) {
+    launch(anchor, shape, index_query_kernel<T, Layout, 1, kImages>, p);
   } else {
-    shape.grid = grid(p.heads, 4);
-    launch(anchor, shape, index_query_kernel<T, Layout, 4, false>, p);
+    launch(anchor, shape, index_query_kernel<T, Layout, 4, kImages>, p);
+  }
+}
+
+template <typename T, typename Layout>
+void launch_query(const TensorView& anchor, const Params& p, bool images) {
+  if (images) {
+    launch_rounds<T, Layout, true>(anchor, p);
+  } else {
+    launch_rounds<T, Layout, false>(anchor, p);
   }
 }
 
@@ -228,7 +240,7 @@ void launch_query(const TensorView& anchor, const Params& p, bool fp4, bool imag
   }
 }
 
-// With `images` the result is what score_many multiplies on Hopper, of 64 heads.
+// With `images` the result is what index_scores multiplies on Hopper, of 64 heads.
 void index_query(TensorView q, TensorView weights, TensorView rope, TensorView positions, TensorView out,
                  TensorView out_weights, double scale, bool fp4, bool images) {
   const DeviceGuard guard(out);

@@ -1,14 +1,15 @@
 // Scores of all visible indexer keys for each query; contract in sglang_dsv4/ops/index_scores.py.
 //
 // Work is dealt to teams of four warps in tiles of 64 keys. A key is loaded once, straight into operand registers; the
-// query's heads stand in shared memory as the other operand, so one product step gives 16 keys x 64 heads a warp.
+// query's heads stand in shared memory as the other operand, its image, so one product step gives 16 keys x 64 heads a
+// warp. index_query or `make_images` wrote the images once, except for score_few on other targets than Hopper.
 //
 // `score_few`  few queries a request (decode): the tiles of all queries, one after another, are cut into equal ranges,
 //              one a block, so that mixed lengths balance and a block meets one or two queries. Nothing is known on the
 //              host but the number of tokens. In dsv4/scores_few.cuh.
 // `score_planned`  the same where a plan says which requests share pages (Hopper). In dsv4/scores_shared.cuh.
 // `score_many` many queries a request (prefill): a block holds 256 keys in registers and streams the images of its
-//              queries past them; index_query or `make_images` wrote those once.
+//              queries past them.
 #include "dsv4/check.h"
 #include "dsv4/scores_few.cuh"
 #include "dsv4/scores_shared.cuh"
@@ -20,17 +21,17 @@ using namespace dsv4;
 constexpr int kManyTeams = 2;
 constexpr int kManyThreads = kManyTeams * kTeamThreads;
 
-// ---- many queries a request ----
-
 template <typename Layout, bool kHopper>
 __global__ void __launch_bounds__(kManyThreads) make_images(const __grid_constant__ ScoreParams<Layout> p) {
   const int token = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (p.meta.request_of(token) < 0) return;
   ImageShare<Layout, kManyThreads / 32> share;
   share.load(p, token, warp, lane);
-  share.template write<kHopper, false>(p.images + static_cast<int64_t>(token) * kImageBytes<kHopper>,
-                                       p.image_weights + static_cast<int64_t>(token) * kMaxHeads, warp, lane);
+  share.template write<kHopper>(p.images + static_cast<int64_t>(token) * kImageBytes<kHopper>,
+                                p.image_weights + static_cast<int64_t>(token) * kMaxHeads, warp, lane);
 }
+
+// ---- many queries a request ----
 
 constexpr int kQueryTile = 64;  // queries of one request a block
 constexpr int kManyTiles = 2;   // key tiles a team holds
@@ -177,6 +178,11 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
 template <typename Layout, bool kHopper>
 void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool many, bool made) {
   LaunchShape shape;
+  if ((many || kHopper) && !made) {
+    shape.block = dim3(kManyThreads);
+    shape.grid = dim3(p.meta.num_tokens);
+    launch(anchor, shape, make_images<Layout, kHopper>, p);
+  }
   if (!many) {
     // Whole blocks a token where there are few: with equal lengths no block then meets two queries.
     const int blocks = multiprocessors(), tokens = p.meta.num_tokens;
@@ -194,10 +200,6 @@ void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool 
     return;
   }
   shape.block = dim3(kManyThreads);
-  if (!made) {
-    shape.grid = dim3(p.meta.num_tokens);
-    launch(anchor, shape, make_images<Layout, kHopper>, p);
-  }
   shape.grid = dim3((p.max_entries + kBlockKeys - 1) / kBlockKeys, p.meta.num_tokens / kQueryTile + p.meta.num_requests);
   shape.dynamic_smem = ManyShared<kHopper>::kBytes;
   launch(anchor, shape, score_many<Layout, kHopper>, p);
@@ -205,7 +207,8 @@ void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool 
 
 template <typename Layout>
 void score(const TensorView& q, const TensorView& weights, const TensorView& keys, const TensorView& out,
-           const TensorView& images, const TensorView& image_weights, const StepMeta& meta, const ScorePlan& plan, bool hopper) {
+           const TensorView& images, const TensorView& image_weights, const StepMeta& meta, const ScorePlan& plan, bool many,
+           bool hopper) {
   ScoreParams<Layout> p = {};
   p.meta = meta;
   p.plan = plan;
@@ -221,7 +224,7 @@ void score(const TensorView& q, const TensorView& weights, const TensorView& key
   p.heads = static_cast<int>(q.size(1));
   p.max_entries = static_cast<int>(out.size(1));
   p.q_bf16 = is_bf16(q);
-  const bool many = images.size(0) > 0, made = q.dtype().bits == 8;
+  const bool made = q.dtype().bits == 8;
   if (hopper && DSV4_ARCH == 90) {
     launch_scores<Layout, DSV4_ARCH == 90>(out, p, many, made);
   } else {
@@ -229,11 +232,11 @@ void score(const TensorView& q, const TensorView& weights, const TensorView& key
   }
 }
 
-// `images` and `image_weights` hold no rows where each request has few tokens, a plan none where there is no plan. A `q` of
-// bytes is `images` itself, made by index_query.
+// `images` and `image_weights` hold no rows where no kernel takes them, a plan none where there is no plan. A `q` of bytes
+// is `images` itself, made by index_query.
 void index_scores(TensorView q, TensorView weights, TensorView keys, TensorView out, TensorView images,
                   TensorView image_weights, TensorView cost_before, TensorView shared, TensorView members, bool fp4,
-                  bool hopper, DSV4_META_PARAMS) {
+                  bool many, bool hopper, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
   const StepMeta meta = DSV4_META;
   const bool planned = members.size(0) > 0;
@@ -241,9 +244,9 @@ void index_scores(TensorView q, TensorView weights, TensorView keys, TensorView 
                           planned ? data_of<const int32_t>(shared) : nullptr,
                           planned ? data_of<const int32_t>(members) : nullptr};
   if (fp4) {
-    score<IndexFp4>(q, weights, keys, out, images, image_weights, meta, plan, hopper);
+    score<IndexFp4>(q, weights, keys, out, images, image_weights, meta, plan, many, hopper);
   } else {
-    score<IndexFp8>(q, weights, keys, out, images, image_weights, meta, plan, hopper);
+    score<IndexFp8>(q, weights, keys, out, images, image_weights, meta, plan, many, hopper);
   }
 }
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernel_cases.base import Case, Timer, first_line, op_wanted, sets_for, wanted
-from sglang_dsv4.formats import hadamard, index_codec, main_codec
+from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import (
     CSA_RATIO,
     GROUP_ROWS,
@@ -131,22 +131,37 @@ def _scores_shape(layout: RowLayout, batch: int, name: str) -> str:
 def _scores(layout: RowLayout, batch: int, name: str, device: torch.device, deep_gemm: Any, reason: str) -> Case:
     context = CONTEXTS[name]
     entries, codec = context // CSA_RATIO, index_codec(layout)
-    num_bytes = batch * (entries * (layout.row_bytes + 4) + INDEX_HEADS * (INDEX_DIM + 1) * 4)
+    num_bytes = batch * (entries * (layout.row_bytes + 4) + INDEX_HEADS * (INDEX_DIM + 4))
     sets = min(8, sets_for(num_bytes)) if batch * entries > 1 << 18 else sets_for(num_bytes)
     sets = min(sets, 64)
     metas = [step(batch, context, device) for _ in range(sets)]
     pools = [key_pool(layout, -(-batch * entries // GROUP_ROWS), device) for _ in range(sets)]
-    q = [codec.round_trip(hadamard(torch.randn(batch, INDEX_HEADS, INDEX_DIM, device=device))) for _ in range(sets)]
-    weights = [torch.randn(batch, INDEX_HEADS, device=device) for _ in range(sets)]
+    operands, numbers = queries(layout, batch, sets, device)
 
     def run(i: int) -> Tensor:
-        return index_scores_cuda(q[i], weights[i], pools[i], metas[i], codec=codec, max_entries=entries)
+        return index_scores_cuda(*operands[i], pools[i], metas[i], codec=codec, max_entries=entries)
 
     not_run: list[str] = []
+    q, weights = zip(*numbers, strict=True)
     rival_run = paged_logits(deep_gemm, reason, layout, pools, q, weights, entries, False, not_run)
     flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
     shape = _scores_shape(layout, batch, name)
     return Case("index_scores", shape, num_bytes, run, sets, flops, PAGED_LOGITS, rival_run, not_run=not_run)
+
+
+def queries(
+    layout: RowLayout, batch: int, sets: int, device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Queries and weights of decode steps, as `index_query` hands them over, and as numbers."""
+    operands, numbers = [], []
+    for _ in range(sets):
+        raw = torch.randn(batch, INDEX_HEADS, INDEX_DIM, device=device).bfloat16()
+        weights = torch.randn(batch, INDEX_HEADS, device=device)
+        rope, positions = torch.randn(1, ROPE_DIM, device=device), torch.zeros(batch, dtype=torch.int64, device=device)
+        turn = functools.partial(index_query_cuda, codec=index_codec(layout), scale=1.0)
+        operands.append(turn(raw, weights, rope, positions))
+        numbers.append(turn(raw, weights, rope, positions, portable=True))
+    return operands, numbers
 
 
 PAGED_LOGITS = "deep_gemm.fp8_paged_mqa_logits"
@@ -157,8 +172,8 @@ def paged_logits(
     reason: str,
     layout: RowLayout,
     pools: list[Tensor],
-    q: list[Tensor],
-    weights: list[Tensor],
+    q: Sequence[Tensor],
+    weights: Sequence[Tensor],
     entries: int,
     shared: bool,
     not_run: list[str],
@@ -200,8 +215,8 @@ def _prefill_scores(device: torch.device) -> Iterator[Case]:
     weights = torch.randn(tokens, INDEX_HEADS, device=device)
     rope = torch.randn(1, ROPE_DIM, device=device)
     pairs = sum((p + 1) // CSA_RATIO for p in range(context - tokens, context))
-    for label, many in (("", False), (", operands given", True)):
-        q, w = index_query_cuda(raw, weights, rope, meta.positions, codec=codec, scale=1.0, many=many)
+    for label, numbers in (("", True), (", operands given", False)):
+        q, w = index_query_cuda(raw, weights, rope, meta.positions, codec=codec, scale=1.0, many=True, portable=numbers)
 
         def run(_: int, q: Tensor = q, w: Tensor = w) -> Tensor:
             return index_scores_cuda(q, w, pool, meta, codec=codec, max_entries=entries)

@@ -19,11 +19,13 @@ from kernel_cases.attend import (
     importable,
     key_pool,
     paged_logits,
+    queries,
     step,
 )
 from kernel_cases.base import Case, first_line, op_wanted, sets_for, slow_rivals, wanted
-from sglang_dsv4.formats import hadamard, index_codec
+from sglang_dsv4.formats import index_codec
 from sglang_dsv4.geometry import CSA_RATIO, GROUP_ROWS, INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM, RowLayout
+from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk_cuda
@@ -47,7 +49,8 @@ def _query_shape(layout: RowLayout, tokens: int) -> str:
 
 
 def _query(layout: RowLayout, tokens: int, device: torch.device, module: Any, reason: str) -> Iterator[Case]:
-    size = 2 if layout is INDEX_FP4 else 4
+    # On Hopper it writes operands of index_scores instead of numbers.
+    size = 1 if jit.architecture(device.index or 0) == "90a" else 2 if layout is INDEX_FP4 else 4
     num_bytes = tokens * INDEX_HEADS * (INDEX_DIM * (2 + size) + 6)
     sets = min(sets_for(num_bytes), 64)
     q = torch.randn(sets, tokens, INDEX_HEADS, INDEX_DIM, device=device, dtype=torch.bfloat16)
@@ -57,8 +60,8 @@ def _query(layout: RowLayout, tokens: int, device: torch.device, module: Any, re
     positions = torch.randint(0, CONTEXTS["32K"], (tokens,), device=device)
     codec = index_codec(layout)
 
-    def run(i: int, many: bool = False) -> object:
-        return index_query_cuda(q[i], weights[i], rope, positions, codec=codec, scale=0.01, many=many)
+    def run(i: int) -> object:
+        return index_query_cuda(q[i], weights[i], rope, positions, codec=codec, scale=0.01)
 
     rivals: dict[str, Callable[[int], object]] = {}
     not_run: list[str] = []
@@ -72,10 +75,6 @@ def _query(layout: RowLayout, tokens: int, device: torch.device, module: Any, re
     print(f"index_query {shape}", flush=True)
     rival, rival_run = fastest(rivals, sets, not_run)
     yield Case("index_query", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
-    if tokens >= 8192:  # what a prefill step runs on Hopper: operands of index_scores instead of numbers
-        moved = q[0].numel() * (q[0].element_size() + 1) + weights[0].numel() * 8
-        made = functools.partial(run, many=True)
-        yield Case("index_query", f"{shape}, operands", moved, made, sets, 0, rival, rival_run, not_run=not_run)
 
 
 # index_topk
@@ -258,24 +257,22 @@ def _planned(
 ) -> Case:
     entries, codec = CONTEXTS[name] // CSA_RATIO, index_codec(layout)
     pools_of = 1 if shared else batch
-    num_bytes = pools_of * entries * layout.row_bytes + batch * (entries + INDEX_HEADS * (INDEX_DIM + 1)) * 4
+    num_bytes = pools_of * entries * layout.row_bytes + batch * (entries * 4 + INDEX_HEADS * (INDEX_DIM + 4))
     sets = min(16, sets_for(num_bytes))
     metas = [step(batch, CONTEXTS[name], device) for _ in range(sets)]
     if shared:
         metas = [_table_of_all(meta) for meta in metas]
     pools = [key_pool(layout, -(-pools_of * entries // GROUP_ROWS), device) for _ in range(sets)]
-    q = [codec.round_trip(hadamard(torch.randn(batch, INDEX_HEADS, INDEX_DIM, device=device))) for _ in range(sets)]
-    if shared and layout is INDEX_FP4:  # as index_query hands it over; else as in the row without a plan
-        q = [x.bfloat16() for x in q]
-    weights = [torch.randn(batch, INDEX_HEADS, device=device) for _ in range(sets)]
+    operands, numbers = queries(layout, batch, sets, device)
     plans = [ScorePlan.allocate(batch, device) for _ in range(sets)]
     for plan, meta in zip(plans, metas, strict=True):
         score_plan_cuda(plan, meta)
 
     def run(i: int) -> torch.Tensor:
-        return index_scores_cuda(q[i], weights[i], pools[i], metas[i], codec=codec, max_entries=entries, plan=plans[i])
+        return index_scores_cuda(*operands[i], pools[i], metas[i], codec=codec, max_entries=entries, plan=plans[i])
 
     not_run: list[str] = []
+    q, weights = zip(*numbers, strict=True)
     rival_run = paged_logits(*deep_gemm, layout, pools, q, weights, entries, shared, not_run)
     flops = 2 * batch * entries * INDEX_HEADS * INDEX_DIM
     return Case("index_scores", shape, num_bytes, run, sets, flops, PAGED_LOGITS, rival_run, not_run=not_run)

@@ -10,7 +10,7 @@ from sglang_dsv4.geometry import INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.flush import rotate
-from sglang_dsv4.ops.index_scores import MAX_HEADS, image_bytes
+from sglang_dsv4.ops.index_scores import MAX_HEADS, image_shape
 
 
 def index_query(
@@ -29,7 +29,7 @@ def index_query(
     weights    float [N, heads], as the projection left them
     rope       float32 [positions, 64], cos of 32 pairs then sin, of the layer's own base
     positions  int64 [N]; padded tokens have any row of the table, position 0 by custom
-    many       `many_queries` of the step: what comes back may then be in a form of its own that `index_scores` takes
+    many       `many_queries` of the step, for kernels that give a form of their own that `index_scores` takes
     Returns float [N, heads, 128] (here float32; any type that holds every rounded value) and float32 [N, heads].
 
     The result is fixed to the bit, given q: the rotation is in float32, each product and each sum rounded once;
@@ -51,13 +51,14 @@ def index_query_cuda(
     codec: RowCodec,
     scale: float,
     many: bool = False,
+    portable: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """CUDA face of `index_query`: one launch, no workspace; the reference's numbers to the bit for finite queries.
 
     Queries of MXFP4 keys come back in bfloat16, which holds an e2m1 number times a power of two exactly; those of FP8
     keys carry a float32 scale and come back in float32. At most 64 heads. A position past the table turns like its
-    last row. With `many` on Hopper: the operands of `index_scores` made of those numbers, uint8 [N, 8192], and float32
-    [N, 64]. Raises ValueError for an argument that the kernel cannot take.
+    last row. On Hopper, unless `portable`: the operands of `index_scores` made of those numbers, uint8 [N, 64, 128] or,
+    with `many`, [N, 8192], and float32 [N, 64]. Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("index_query")
     check.codec("codec", codec, (INDEX_FP4, INDEX_FP8))
@@ -70,9 +71,9 @@ def index_query_cuda(
         raise check.fail("rope", "an empty table", "a table of at least one position")
     check.tensor("positions", positions, torch.int64, ("tokens",))
     device = check.cuda()
-    fp4, images = codec.layout == INDEX_FP4, many and jit.architecture(device) == "90a"
+    fp4, images = codec.layout == INDEX_FP4, not portable and jit.architecture(device) == "90a"
     if images:
-        query = q.new_empty((q.shape[0], image_bytes(True)), dtype=torch.uint8)
+        query = q.new_empty((q.shape[0], *image_shape(many)), dtype=torch.uint8)
         scaled = q.new_empty((q.shape[0], MAX_HEADS), dtype=torch.float32)
     else:
         query = q.new_empty(q.shape, dtype=torch.bfloat16 if fp4 else torch.float32)

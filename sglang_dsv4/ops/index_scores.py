@@ -31,8 +31,13 @@ def many_queries(meta: StepMeta) -> bool:
 
 
 def image_bytes(hopper: bool) -> int:
-    """Bytes of a token's query as operands of the kernel for many queries: e4m3 on Hopper, bfloat16 elsewhere."""
+    """Bytes of a token's query as operands of the kernels, its image: e4m3 on Hopper, bfloat16 elsewhere."""
     return MAX_HEADS * INDEX_DIM * (1 if hopper else 2)
+
+
+def image_shape(many: bool) -> tuple[int, ...]:
+    """Shape of a token's image on Hopper, which says in what kind of step it stands: the bytes are the same."""
+    return (image_bytes(True),) if many else (MAX_HEADS, INDEX_DIM)
 
 
 def index_scores(
@@ -86,17 +91,19 @@ def index_scores_cuda(
     plan: ScorePlan | None = None,
     portable: bool = False,
 ) -> Tensor:
-    """CUDA face of `index_scores`: MXFP4 and FP8 keys, at most 64 heads, `q` bfloat16 or float32.
+    """CUDA face of `index_scores`: MXFP4 and FP8 keys, at most 64 heads, `q` bfloat16, float32 or images.
 
     Columns past a token's visible entries are left unwritten (`index_topk` never reads them): the width of a
     captured graph is its longest context. `q` must be rounded as keys are: it is multiplied as codes. On Hopper
     sums have the tensor cores' e4m3 accumulation (relative error about 2^-12 of the largest product); elsewhere,
     and with `portable`, products of bf16 are summed in float32.
-    Decode is one launch without workspace; on Hopper, with a `plan`, it reads keys that requests share once for up to
-    eight of them. Scores are the same bit for bit with a plan and without.
-    A step of more than 8 tokens a request on average, or of more than 1,024 tokens, is two launches and allocates
-    8.25 KiB a token (16.25 KiB with `portable`). With the uint8 images and float32 [N, 64] weights that
-    `index_query_cuda` gives for such a step it is one launch and allocates nothing but its result.
+    On Hopper, with a `plan`, decode reads keys that requests share once for up to eight of them. Scores are the same
+    bit for bit with a plan and without.
+    On Hopper, and elsewhere for more than 8 tokens a request on average or more than 1,024 tokens, numbers become
+    images in a launch of their own, which takes 8.25 KiB a token (16.25 KiB with `portable`); otherwise one launch
+    does it all and allocates nothing but its result. So it is on Hopper with what `index_query_cuda` gives: uint8
+    [N, 64, 128] images and float32 [N, 64] weights; as [N, 8192] they are of a step with many queries a request even
+    where these are a few tokens of it. Scores are those of the numbers bit for bit.
     Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("index_scores")
@@ -104,7 +111,7 @@ def index_scores_cuda(
     fields = check.meta(meta)
     made = q.dtype == torch.uint8
     if made:
-        check.tensor("q", q, torch.uint8, ("tokens", image_bytes(True)), align=16)
+        check.tensor("q", q, torch.uint8, ("tokens", *image_shape(q.dim() == 2)), align=16)
         check.tensor("weights", weights, torch.float32, ("tokens", MAX_HEADS), align=16)
     else:
         check.tensor("q", q, FLOATS, ("tokens", "heads", INDEX_DIM), strided=1, align=16)
@@ -117,7 +124,7 @@ def index_scores_cuda(
     if index_keys.shape[0] == 0:
         raise check.fail("index_keys", "an empty pool", "a pool of at least one group")
     tokens = meta.num_tokens
-    many = made or many_queries(meta)
+    many = q.dim() == 2 or many_queries(meta)
     if plan is None or many:
         plan = ScorePlan.none(q.device)
     else:
@@ -133,10 +140,11 @@ def index_scores_cuda(
             raise check.fail("q", "images of e4m3", "numbers: this kernel multiplies bfloat16")
         images, image_weights = q, weights
     else:
-        rows = tokens if many else 0
+        rows = tokens if many or hopper else 0
         images = q.new_empty((rows, image_bytes(hopper)), dtype=torch.uint8)
         image_weights = q.new_empty((rows, MAX_HEADS), dtype=torch.float32)
     run = jit.function("index_scores", "index_scores", device)
     planned = (plan.cost_before, plan.shared, plan.members)
-    run(q, weights, index_keys, out, images, image_weights, *planned, codec.layout == INDEX_FP4, hopper, *fields)
+    fp4 = codec.layout == INDEX_FP4
+    run(q, weights, index_keys, out, images, image_weights, *planned, fp4, many, hopper, *fields)
     return out

@@ -105,6 +105,7 @@ WRONG = [
     ("index_scores", "q", lambda x: x.half()),
     ("index_scores", "q", lambda x: torch.zeros(TOKENS, 65, 128)),
     ("index_scores", "q", lambda x: torch.zeros(TOKENS, 4096, dtype=torch.uint8)),
+    ("index_scores", "q", lambda x: torch.zeros(TOKENS, 32, 128, dtype=torch.uint8)),
     ("index_scores", "weights", lambda x: x[:, :8]),
     ("index_scores", "weights", lambda x: x.double()),
     ("index_scores", "index_keys", lambda x: x[:, :-16]),

@@ -168,7 +168,7 @@ def test_operands_made_with_the_query_give_the_same_scores(device, layout, heads
     meta, codec = scored.meta, scored.codec
     q = values((meta.num_tokens, heads, INDEX_DIM), device, 5).bfloat16()
     inputs = (q, values((meta.num_tokens, heads), device, 6), rope_table(5000, device), meta.positions)
-    plain = index_query_cuda(*inputs, codec=codec, scale=0.1)
+    plain = index_query_cuda(*inputs, codec=codec, scale=0.1, portable=True)
     made = index_query_cuda(*inputs, codec=codec, scale=0.1, many=True)
     assert (made[0].dtype == torch.uint8) == on_hopper(device)
     seen = torch.arange(scored.width, device=device) < scored.visible[:, None]
@@ -183,6 +183,36 @@ def test_operands_made_with_the_query_give_the_same_scores(device, layout, heads
             part = scores(made[0][start:stop], made[1][start:stop], meta.tokens(start, stop))
             assert same_bytes(part[seen[start:stop]], want[start:stop][seen[start:stop]])
     scored.guard.check()
+
+
+@pytest.mark.parametrize("heads", [64, 24])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "name", ["mixed lengths, padded", "several tokens a request", "batch of 512", "long and short requests in a block"]
+)
+def test_operands_of_few_queries_give_the_same_scores(device, name, layout, heads):
+    """Decode: the same, and nothing of an image is left of the query that a block met before."""
+    scored = Scored(PLANS[name], layout, device, heads=heads)
+    meta, codec = scored.meta, scored.codec
+    q = values((meta.num_tokens, heads, INDEX_DIM), device, 5).bfloat16()
+    inputs = (q, values((meta.num_tokens, heads), device, 6), rope_table(60_000, device), meta.positions)
+    plain = index_query_cuda(*inputs, codec=codec, scale=0.1, portable=True)
+    made = index_query_cuda(*inputs, codec=codec, scale=0.1)
+    assert made[0].shape[1:] == (64 if on_hopper(device) else heads, INDEX_DIM)
+    scores = [
+        index_scores_cuda(*operands, scored.keys, meta, codec=codec, max_entries=scored.width)
+        for operands in (plain, made)
+    ]
+    seen = torch.arange(scored.width, device=device) < scored.visible[:, None]
+    assert same_bytes(scores[1][seen], scores[0][seen])
+    scored.guard.check()
+
+
+def test_images_are_not_taken_by_the_portable_kernel(device):
+    scored = Scored(PLANS["first entries"], INDEX_FP4, device)
+    scored.q = torch.zeros(scored.meta.num_tokens, HEADS, INDEX_DIM, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="index_scores: q is images of e4m3"):
+        scored.run(portable=True)
 
 
 def one_request(meta: StepMeta, request: int) -> StepMeta:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sglang_dsv4.formats import hadamard, index_codec
 from sglang_dsv4.geometry import INDEX_DIM, INDEX_FP4, INDEX_FP8
+from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.index_query import index_query, index_query_cuda
 
 LAYOUTS = [INDEX_FP4, INDEX_FP8]
@@ -46,7 +47,7 @@ def step(tokens: int, device: torch.device, seed: int = 0) -> Tensor:
 
 def check(q: Tensor, weights: Tensor, rope: Tensor, positions: Tensor, layout, scale: float = SCALE) -> None:
     codec = index_codec(layout)
-    got, scaled = index_query_cuda(q, weights, rope, positions, codec=codec, scale=scale)
+    got, scaled = index_query_cuda(q, weights, rope, positions, codec=codec, scale=scale, portable=True)
     inputs = (x.cpu() for x in (q, weights, rope, positions))
     want, want_scaled = index_query(*inputs, codec=codec, scale=scale)
     assert got.dtype == (torch.bfloat16 if layout == INDEX_FP4 else torch.float32)
@@ -79,16 +80,52 @@ def test_weights_of_any_float_and_column_slices_of_wider_results(device, dtype):
         check(heads_first, weights, rope, step(tokens, device), INDEX_FP4)
 
 
-def test_padded_tokens_do_not_touch_the_others(device):
+def image_columns(layout) -> Tensor:
+    """Where the channels of a head of even number stand in its row of an image, whose units an odd one XORs."""
+    c = torch.arange(INDEX_DIM)
+    if layout == INDEX_FP4:
+        return 32 * (c % 32 // 8) + 16 * (c // 4 % 2) + 4 * (c // 32) + c % 4
+    return 64 * (c // 64) + 32 * (c % 16 // 8) + 16 * (c // 4 % 2) + 4 * (c % 64 // 16) + c % 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("tokens,heads", [(1, 64), (3, 37), (64, 64), (65, 64), (70, 1)])
+def test_images_hold_the_numbers(device, tokens, heads, layout, dtype):
+    """What index_scores multiplies: a head's codes in its row's order, and half its weight times the codes' scale."""
+    if jit.architecture(device.index or 0) != "90a":
+        pytest.skip("images are made on Hopper alone")
+    guard, codec = Guarded(device), index_codec(layout)
+    q = values((tokens, heads, INDEX_DIM), device, tokens).to(dtype)
+    q[0, 0] = 0.0
+    inputs = (guard.copy(q), torch.ones(tokens, heads, device=device), rope_table(POSITIONS, device))
+    positions = step(tokens, device)
+    want, _ = index_query_cuda(*inputs, positions, codec=codec, scale=1.0, portable=True)
+    images, weights = index_query_cuda(*inputs, positions, codec=codec, scale=1.0)
+    flat, same = index_query_cuda(*inputs, positions, codec=codec, scale=1.0, many=True)
+    assert images.shape == (tokens, 64, INDEX_DIM) and torch.equal(images.flatten(1), flat)
+    assert torch.equal(weights, same) and not images[:, heads:].any() and not weights[:, heads:].any()
+    columns = image_columns(layout).expand(64, -1)
+    units = columns // 16 ^ torch.arange(64)[:, None] % 8
+    at = (16 * units + columns % 16).to(device).expand(tokens, -1, -1)
+    codes = images.gather(2, at).view(torch.float8_e4m3fn)[:, :heads].double()
+    got, want = codes * 2 * weights[:, :heads, None].double(), want.double()
+    # The scale of FP8 queries is found again from what it rounded.
+    assert ((got - want).abs() <= (0 if layout == INDEX_FP4 else 2.0**-22) * want.abs()).all()
+    guard.check()
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_padded_tokens_do_not_touch_the_others(device, portable):
     """NaN at position 0, as captured batches are padded; and rows outside the table are not read."""
     rope, codec = rope_table(64, device), index_codec(INDEX_FP4)
     for tokens in (6, 90):
         q = values((tokens, 64, INDEX_DIM), device, 1).bfloat16()
         weights, positions = values((tokens, 64), device, 2), step(tokens, device) % 64
-        want = index_query_cuda(q, weights, rope, positions, codec=codec, scale=1.0)
+        want = index_query_cuda(q, weights, rope, positions, codec=codec, scale=1.0, portable=portable)
         q[-3:], weights[-3:], positions[-3:] = torch.nan, torch.nan, 0
         positions[-1] = 1 << 40
-        got = index_query_cuda(q, weights, rope, positions, codec=codec, scale=1.0)
+        got = index_query_cuda(q, weights, rope, positions, codec=codec, scale=1.0, portable=portable)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a[:-3], b[:-3])
 

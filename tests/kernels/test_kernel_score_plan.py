@@ -8,13 +8,14 @@ import re
 
 import pytest
 import torch
-from kernel_steps import Guarded, Plan, entry_groups, make_step, meta_to, values
+from kernel_steps import Guarded, Plan, entry_groups, make_step, meta_to, rope_table, values
 from torch import Tensor
 
 from sglang_dsv4.formats import hadamard, index_codec
 from sglang_dsv4.geometry import CSA_RATIO, INDEX_DIM, INDEX_FP4, INDEX_FP8
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops import score_plan as module
+from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.meta import StepMeta
 from sglang_dsv4.ops.score_plan import (
@@ -296,6 +297,23 @@ def test_scores_with_a_plan_are_those_without(device, name, layout):
 def test_scores_of_random_groups(device, layout, page, heads, dtype):
     meta, numbers = random_step(21, page, seed=heads, longest=20_000)
     Shared(meta, numbers, layout, device, heads=heads, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("layout", [INDEX_FP4, INDEX_FP8], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("heads", [64, 40])
+def test_operands_made_with_the_query_give_the_same_scores(device, layout, heads):
+    """As a layer of a server's decode step runs: index_query, then scores with the step's plan."""
+    meta, numbers = random_step(21, 128, seed=5, longest=20_000)
+    scored = Shared(meta, numbers, layout, device, heads=heads)
+    q = values((meta.num_requests, heads, INDEX_DIM), device, 7).bfloat16()
+    inputs = (q, scored.weights, rope_table(20_000, device), scored.meta.positions)
+    score_plan_cuda(scored.plan, scored.meta, least_tiles=0)
+    got = []
+    for portable, plan in ((True, None), (False, scored.plan), (False, None)):
+        scored.q, scored.weights = index_query_cuda(*inputs, codec=scored.codec, scale=0.1, portable=portable)
+        got.append(scored.run(plan).view(torch.int32)[scored.seen()])
+    assert torch.equal(got[1], got[0]) and torch.equal(got[2], got[0])
+    scored.guard.check()
 
 
 @pytest.mark.parametrize("layout", [INDEX_FP4, INDEX_FP8], ids=lambda layout: layout.name)

@@ -278,11 +278,8 @@ struct HeadScale {
   }
 };
 
-// What a head's relu is multiplied with, of its weight and its HeadScale: weigh() sums 2 relu, ReluSum (kHalf) relu.
-template <bool kHalf>
-__device__ __forceinline__ float image_weight(float weight, float scale) {
-  return (kHalf ? 1.0f : 0.5f) * weight * scale;
-}
+// What twice a head's relu is multiplied with, of its weight and its HeadScale.
+__device__ __forceinline__ float image_weight(float weight, float scale) { return 0.5f * weight * scale; }
 
 // One warp writes a head's row: lane l holds channels 4 l .. 4 l + 3. Returns the factor that goes into the head's
 // weight.
@@ -303,23 +300,6 @@ __device__ __forceinline__ float write_image_row(uint8_t* image, int head, int l
       *reinterpret_cast<__nv_bfloat16*>(image + bf16_image_offset(head, bf16_column<Layout>(c + i))) =
           __float2bfloat16_rn(code[i]);
     }
-  }
-  return of.scale;
-}
-
-// The same of e4m3 codes for four heads at once: eight lanes a head, lane l holds channels 16 (l % 8) .. of `head`.
-template <typename Layout>
-__device__ __forceinline__ float write_image_rows(uint8_t* image, int head, int lane, const float (&x)[16]) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(x[i]));
-#pragma unroll
-  for (int step = 4; step; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));
-  const HeadScale<Layout> of(amax);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    *reinterpret_cast<unsigned*>(image + e4m3_image_offset<Layout>(head, 16 * (lane & 7) + 4 * i)) =
-        e4m3_encode4(of.code(x[4 * i]), of.code(x[4 * i + 1]), of.code(x[4 * i + 2]), of.code(x[4 * i + 3]));
   }
   return of.scale;
 }
@@ -380,8 +360,8 @@ __device__ __forceinline__ void multiply_image(const unsigned (&a)[8][4], unsign
 }
 
 // The same on the tensor cores, for products within half precision: relu(dots) [16 keys x 64 heads] times the weights,
-// each split into a half-precision number and the rest, as columns 0 and 1 of the other operand. Weights are scaled
-// together so that the largest lies in (0.5, 1].
+// each split into a half-precision number and the rest, as columns 0 and 1 of the other operand. Weights, twice the
+// image's as this is relu itself, are scaled together so that the largest lies in (0.5, 1].
 struct ReluSum {
   unsigned b[4][2];
   float scale;
@@ -391,15 +371,15 @@ struct ReluSum {
     float largest = fmaxf(fabsf(weights[lane]), fabsf(weights[lane + 32]));
 #pragma unroll
     for (int step = 16; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
-    const int exponent = ue8m0_ceil<0, 0u>(fmaxf(largest, 1e-30f));
-    const float inverse = ue8m0_inverse(exponent);
+    const int exponent = ue8m0_ceil<0, 0u>(fmaxf(2.0f * largest, 1e-30f));
+    const float twice_inverse = 2.0f * ue8m0_inverse(exponent);
     scale = ue8m0_decode(exponent);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 w = *reinterpret_cast<const float2*>(weights + 16 * k + 8 * i + 2 * (lane & 3));
-        const float x = w.x * inverse, y = w.y * inverse;
+        const float x = w.x * twice_inverse, y = w.y * twice_inverse;
         const __half2 high = __floats2half2_rn(x, y);
         const __half2 rest = __floats2half2_rn(x - __low2float(high), y - __high2float(high));
         const unsigned column = lane >> 2;

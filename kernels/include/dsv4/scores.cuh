@@ -20,8 +20,8 @@ struct ScoreParams {
   const void* q;  // [tokens, heads, 128]
   const float* weights;
   float* out;
-  uint8_t* images;        // score_many: [tokens, image bytes]
-  float* image_weights;   // score_many: [tokens, 64]
+  uint8_t* images;        // [tokens, image bytes]; on Hopper and in score_many
+  float* image_weights;   // [tokens, 64]
   int64_t q_stride;       // elements a token
   int64_t weights_stride;
   int64_t out_stride;
@@ -74,18 +74,18 @@ struct ImageShare {
     }
   }
 
-  template <bool kHopper, bool kHalf>
+  template <bool kHopper>
   __device__ __forceinline__ void write(uint8_t* image, float* weights, int warp, int lane) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int head = warp + kWarps * i;
       const float scale = write_image_row<Layout, kHopper>(image, head, lane, x[i]);
-      if (lane == 0) weights[head] = image_weight<kHalf>(weight[i], scale);
+      if (lane == 0) weights[head] = image_weight(weight[i], scale);
     }
   }
 };
 
-// dots[16 keys of the warp x 64 heads]; with kHopper a product of the whole team.
+// dots[16 keys of the warp x 64 heads]; with kHopper a product of the whole team, and `image` its hopper::panel_start.
 template <bool kHopper, typename Layout>
 __device__ __forceinline__ void multiply(const KeyShare<Layout>& key, unsigned image, int lane, float (&dots)[32],
                                          float (&factor)[2]) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply(const KeyShare<Layout>& key, unsigned i
     hopper::wgmma_fence();
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      hopper::wgmma_e4m3_64x64x32(dots, a[s], hopper::panel_descriptor(image + 32 * s), s > 0);
+      hopper::wgmma_e4m3_64x64x32(dots, a[s], hopper::panel_at(image + 2 * s), s > 0);
     }
     hopper::wgmma_commit();
     hopper::wgmma_wait<0>();

@@ -45,6 +45,7 @@ struct KeySource {
   } range[2];      // of even and odd ones: a warp whose team has no tiles may read it late
   int ranges;      // handed over so far
   unsigned half_signs;
+  uint64_t images;  // an arrival and the bytes of a range's images
 
   // All threads of a block, before a barrier of all of them.
   __device__ __forceinline__ void start() {
@@ -52,6 +53,8 @@ struct KeySource {
     if (threadIdx.x == 0) {
       ranges = 0;
       half_signs = SignedCodes::kHalfSigns;
+      hopper::mbarrier_init(&images, 1);
+      hopper::fence_async_shared();
     }
   }
   __device__ __forceinline__ SignedCodes signed_codes() const { return {load_shared4(shared_address(&half_signs))}; }
@@ -62,10 +65,9 @@ template <bool kHopper>
 struct FewBlock {
   using Range = typename KeySource<kHopper>::Range;
 
-  uint8_t* image;   // of kImageBytes; the teams' stages stand behind it
-  float* weights;   // [kMaxHeads]
+  float* weights;  // [kMaxHeads]
   KeySource<kHopper>& keys;
-  unsigned image_address;
+  unsigned image_address;  // of kImageBytes; the teams' stages stand behind it
   int lane, block_warp, team, warp;
 
   __device__ __forceinline__ FewBlock(uint8_t* raw_shared, float* weights_at, KeySource<kHopper>& keys_at)
@@ -76,25 +78,26 @@ struct FewBlock {
     warp = block_warp & 3;
     weights = weights_at;
     image_address = (shared_address(raw_shared) + 1023) & ~1023u;
-    image = raw_shared + (image_address - shared_address(raw_shared));
-    if constexpr (kHopper) {  // one register for both, where the teams have few
-      image_address = keep(image_address);
-      image = static_cast<uint8_t*>(__cvta_shared_to_generic(image_address));
-    }
+    if constexpr (kHopper) image_address = keep(image_address);
   }
 
   __device__ __forceinline__ static bool fills() { return threadIdx.x >= kFewThreads; }
   __device__ __forceinline__ static void teams_meet() { named_barrier(1, kFewThreads); }
   __device__ __forceinline__ static void all_meet() { named_barrier(2, kFewBlock<kHopper>); }
 
-  // Whether no range has been handed over yet: asked before the teams meet ahead of doing it.
-  __device__ __forceinline__ bool is_first() const { return keys.ranges == 0; }
-  // The teams hand a range to the warps that fill. None of the teams reads from an earlier one.
-  __device__ __forceinline__ void hand_over(Range range, bool first) const {
-    if (!first) keys.barriers.restart();
-    if (threadIdx.x == 0) keys.range[keys.ranges++ & 1] = range;
+  // How many ranges have been handed over: asked before the teams meet ahead of the next.
+  __device__ __forceinline__ int number() const { return keys.ranges; }
+  // The teams hand a range, the `number`-th, to the warps that fill. None of the teams reads from an earlier one.
+  __device__ __forceinline__ void hand_over(Range range, int number) const {
+    if (number > 0) keys.barriers.restart();
+    if (threadIdx.x == 0) {
+      keys.range[number & 1] = range;
+      keys.ranges = number + 1;
+    }
     all_meet();
   }
+  // The images of the `number`-th range are there. Every thread of the teams waits for those of every range.
+  __device__ __forceinline__ void wait_images(int number) const { hopper::mbarrier_wait(&keys.images, number & 1); }
   // Instead of a range: there are no more. Teams may still read from the last one.
   __device__ __forceinline__ void hand_over_end() const {
     if (threadIdx.x == 0) keys.range[keys.ranges & 1] = {0, false};
@@ -231,65 +234,86 @@ __device__ __forceinline__ void score_in_floats(const FewBlock<kHopper>& block, 
                                                 const NextKey& next_key, const Done& done) {
   float weight[16];
   load_weights(block.weights, block.lane, weight);
+  const unsigned image = kHopper ? hopper::panel_start(block.image_address) : block.image_address;
   const int count = range.of_team(block.team), entry = range.entry(block.team, block.warp);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     KeyShare<Layout> key;
     next_key(i, key);
     float dots[32], factor[2], sum[2];
-    multiply<kHopper>(key, block.image_address, block.lane, dots, factor);
+    multiply<kHopper>(key, image, block.lane, dots, factor);
     done();
     weigh(dots, weight, sum);
     store_scores(range.out, range.visible, entry + i * kTurnEntries, block.lane, sum, factor);
   }
 }
 
-// Scores of a range of one token, at most kRangeTiles; all threads of the teams.
-template <typename Layout, bool kHopper>
-__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock<kHopper>& block, int token,
-                                            int request, const TileRange& range) {
-  using Ring = FewRing<Layout, kHopper>;
-  const int lane = block.lane;
-  const unsigned stages = block.image_address + kImageBytes<kHopper>;
+// Brings a token's image and its weights, kImageCopy bytes in all; one lane. No team reads an earlier image any more.
+constexpr unsigned kImageCopy = kImageBytes<true> + kMaxHeads * sizeof(float);
+template <typename Layout>
+__device__ __forceinline__ void copy_image(const ScoreParams<Layout>& p, int token, unsigned image, unsigned weights,
+                                           unsigned barrier) {
+  const uint8_t* const from = p.images + static_cast<int64_t>(token) * kImageBytes<true>;
+  hopper::copy_bulk(image, from, kImageBytes<true>, barrier);
+  hopper::copy_bulk(weights, p.image_weights + static_cast<int64_t>(token) * kMaxHeads, kMaxHeads * sizeof(float), barrier);
+}
 
-  ImageShare<Layout, kFewWarps> share;
-  share.load(p, token, block.block_warp, lane);
-  const bool first = kHopper && block.is_first();
-  FewBlock<kHopper>::teams_meet();  // the last rows and the last image have been read
+// Where the halves of a range's tiles stand; all threads of the teams.
+template <typename Layout, bool kHopper>
+__device__ __forceinline__ void look_up_tiles(const ScoreParams<Layout>& p, const FewBlock<kHopper>& block, int request,
+                                              const TileRange& range) {
   for (int half = threadIdx.x; half < 2 * range.count; half += kFewThreads) {
     const int entry = range.tile * kKeyTile + half * kHalfTile;
     block.keys.halves[half] = half_of(p, request, entry, range.visible);
   }
-  const auto write_image = [&] {
-    share.template write<kHopper, kHalfSums<Layout, kHopper>>(block.image, block.weights, block.block_warp, lane);
-    if constexpr (kHopper) hopper::fence_async_shared();
-    FewBlock<kHopper>::teams_meet();
-  };
-  if constexpr (kHopper) {
-    block.hand_over({range.count, false}, first);
-    write_image();
-    typename Ring::Reader reader(stages, block.keys.barriers, block.team, block.warp, lane);
-    if constexpr (kHalfSums<Layout, kHopper>) {
-      HalfSumPass<typename Ring::Reader>(reader, block).run(range);
-    } else {
-      const bool leads = lane == 0;
-      const auto next_key = [&](int, KeyShare<Layout>& key) { reader.read(key); };
-      score_in_floats<kHopper, Layout>(block, range, next_key, [&] {
-        reader.release(leads);
-        reader.template advance<1>();
-      });
-    }
-  } else {
-    FewBlock<kHopper>::teams_meet();
-    Ring ring(stages, block.team, block.warp, lane);
-    const int own = range.of_team(block.team);
-    const HalfTile* const halves = block.keys.halves + 2 * block.team + (block.warp >> 1);
-    ring.start(halves, own, lane);
-    write_image();
-    const auto next_key = [&](int i, KeyShare<Layout>& key) { ring.read(halves, i, own, lane, key); };
-    score_in_floats<kHopper, Layout>(block, range, next_key, [] {});
-    copy_async_wait<0>();
+}
+
+// Scores of a range of one token, at most kRangeTiles; all threads of the teams.
+template <typename Layout>
+__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock<true>& block, int token,
+                                            int request, const TileRange& range) {
+  using Reader = typename FewRing<Layout, true>::Reader;
+  const int number = block.number();
+  FewBlock<true>::teams_meet();  // the last rows and the last image have been read
+  if (block.block_warp == 0 && hopper::elect_one()) {
+    const unsigned barrier = shared_address(&block.keys.images);
+    hopper::mbarrier_expect(barrier, kImageCopy);
+    copy_image(p, token, block.image_address, shared_address(block.weights), barrier);
   }
+  look_up_tiles(p, block, request, range);
+  block.hand_over({range.count, false}, number);
+  block.wait_images(number);
+  Reader reader(block.image_address + kImageBytes<true>, block.keys.barriers, block.team, block.warp, block.lane);
+  if constexpr (kHalfSums<Layout, true>) {
+    HalfSumPass<Reader>(reader, block).run(range);
+  } else {
+    const bool leads = block.lane == 0;
+    const auto next_key = [&](int, KeyShare<Layout>& key) { reader.read(key); };
+    score_in_floats<true, Layout>(block, range, next_key, [&] {
+      reader.release(leads);
+      reader.template advance<1>();
+    });
+  }
+}
+template <typename Layout>
+__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock<false>& block, int token,
+                                            int request, const TileRange& range) {
+  const int lane = block.lane;
+  ImageShare<Layout, kFewWarps> share;
+  share.load(p, token, block.block_warp, lane);
+  FewBlock<false>::teams_meet();  // the last rows and the last image have been read
+  look_up_tiles(p, block, request, range);
+  FewBlock<false>::teams_meet();
+  FewRing<Layout, false> ring(block.image_address + kImageBytes<false>, block.team, block.warp, lane);
+  const int own = range.of_team(block.team);
+  const HalfTile* const halves = block.keys.halves + 2 * block.team + (block.warp >> 1);
+  ring.start(halves, own, lane);
+  uint8_t* const image = static_cast<uint8_t*>(__cvta_shared_to_generic(block.image_address));
+  share.template write<false>(image, block.weights, block.block_warp, lane);
+  FewBlock<false>::teams_meet();
+  const auto next_key = [&](int i, KeyShare<Layout>& key) { ring.read(halves, i, own, lane, key); };
+  score_in_floats<false, Layout>(block, range, next_key, [] {});
+  copy_async_wait<0>();
 }
 
 // Known to the compiler to be the same in all lanes.
@@ -391,7 +415,7 @@ __device__ __forceinline__ void score_ranges(const ScoreParams<Layout>& p, const
     const int count = min(min(queries.end, queries.tiles_before[token + 1]) - tile, kRangeTiles<kHopper>);
     const TileRange range = {p.out + token * p.out_stride, queries.visible[token], tile - queries.tiles_before[token],
                              count};
-    score_tiles<Layout, kHopper>(p, block, token, queries.request[token], range);
+    score_tiles(p, block, token, queries.request[token], range);
     tile += count;
   }
   if constexpr (kHopper) block.hand_over_end();

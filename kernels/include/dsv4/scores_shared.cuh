@@ -1,6 +1,6 @@
 // Scores of a decode step whose requests share leading pages, by the plan of score_plan.cu. Hopper alone.
 //
-// A block that meets shared tiles of a group keeps the images of its members, brings each tile of keys into operand
+// A block that meets shared tiles of a group copies the images of its members, brings each tile of keys into operand
 // registers once and multiplies it with one image after another. Tiles of a member's own are the group's last, scored
 // from the same images; a block that meets those of one member alone, or a request alone, scores them as score_few does.
 // Operands, products and sums are score_few's, in the same order: a score has the same bits however its request was
@@ -10,8 +10,6 @@
 #include "dsv4/scores_few.cuh"
 
 namespace dsv4 {
-
-constexpr int kImageBatch = 4;              // queries that a warp loads heads of at a time
 
 // Images take the place of stages: a tile lasts longer here.
 template <typename Layout>
@@ -40,7 +38,8 @@ struct __align__(16) Group {
   int request[kGroupMembers];
   int left_before[kGroupMembers];  // own tiles of the members before
   int left, count, shared;
-  int items[kRangeTiles<true>];  // tile * 16, plus 1 + the member whose own it is
+  int items[kRangeTiles<true> + kFewTeams];  // a tile, the first and the last member; kNoItem behind the last
+  static constexpr int kNoItem = -1;
 
   // Warp 0 looks up who they are.
   template <typename Params>
@@ -82,53 +81,12 @@ struct __align__(16) Group {
     return min(item, shared) * tile_cost(count) + max(item - shared, 0) * tile_cost(1);
   }
 
-  // Members that an entry of `items` is multiplied with.
-  __device__ __forceinline__ static int first_of(int item) { return max((item & 15) - 1, 0); }
-  __device__ __forceinline__ static int last_of(int item, int members) {
-    return (item & 15) ? (item & 15) - 1 : members - 1;
-  }
-};
-
-// Four heads of a query in a warp: eight lanes a head, sixteen channels a lane.
-template <typename Layout>
-struct HeadShare {
-  uint4 raw[4];
-  float weight;
-
-  __device__ __forceinline__ void load(const ScoreParams<Layout>& p, int token, int warp, int lane) {
-    const int head = 4 * warp + (lane >> 3);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) raw[i] = make_uint4(0, 0, 0, 0);
-    weight = 0.0f;
-    if (head >= p.heads) return;
-    const int64_t at = token * p.q_stride + head * kIndexDim + 16 * (lane & 7);
-    const uint4* source = p.q_bf16 ? reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at)
-                                   : reinterpret_cast<const uint4*>(static_cast<const float*>(p.q) + at);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < 2 || !p.q_bf16) raw[i] = source[i];
-    }
-    weight = p.weights[token * p.weights_stride + head];
-  }
-
-  template <bool kHalf>
-  __device__ __forceinline__ void write(uint8_t* image, float* weights, bool bf16, int warp, int lane) const {
-    float x[16];
-    if (bf16) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float2 pair = unpack_bf16(word_of(raw[i >> 2], i & 3));
-        x[2 * i] = pair.x;
-        x[2 * i + 1] = pair.y;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) x[i] = __uint_as_float(word_of(raw[i >> 2], i & 3));
-    }
-    const int head = 4 * warp + (lane >> 3);
-    const float scale = write_image_rows<Layout>(image, head, lane, x);
-    if ((lane & 7) == 0) weights[head] = image_weight<kHalf>(weight, scale);
-  }
+  // An entry of `items`: a tile and the members that it is multiplied with.
+  __device__ __forceinline__ static int item_of(int tile, int first, int last) { return tile << 6 | first << 3 | last; }
+  __device__ __forceinline__ static int tile_of(int item) { return item >> 6; }
+  __device__ __forceinline__ static int first_of(int item) { return (item >> 3) & 7; }
+  __device__ __forceinline__ static int last_of(int item) { return item & 7; }
+  static_assert(kGroupMembers <= 8 && kScoreTile >= 64, "an item is a positive number: of tiles there are less than 2^25");
 };
 
 // What is left of a product once the next may be under way: relu in half precision, or twice relu.
@@ -156,28 +114,25 @@ struct GroupPass {
   const Group& group;
   typename GroupRing<Layout>::Reader reader;
   unsigned next_item;  // of the team, where it stands
-  int left;            // tiles of the team
   unsigned images;
   // Where the lane finds a member's query and its operands for ReluSum: kept, or they are computed for every product.
   unsigned query_at, sums_at;
   float dots[32];
 
-  __device__ __forceinline__ GroupPass(const FewBlock<true>& block_of, const Group& group_of, unsigned stages, int items)
+  __device__ __forceinline__ GroupPass(const FewBlock<true>& block_of, const Group& group_of, unsigned stages)
       : block(block_of), group(group_of),
         reader(stages, block_of.keys.barriers, block_of.team, block_of.warp, block_of.lane) {
     next_item = shared_address(&group.items[block.team]);
-    left = (items - block.team + kFewTeams - 1) / kFewTeams;
     images = hopper::panel_start(block.image_address);
-    query_at = keep(shared_address(&group.query[0]));
+    query_at = shared_address(&group.query[0]);
     sums_at = keep(shared_address(&group.sums[0][min(block.lane, ReluSum::kLanes)][0]));
   }
 
-  // The team's next tile, known to be the same in all lanes: the products' descriptors then take no vector registers.
-  __device__ __forceinline__ int take_item() {
-    const int item = uniform(static_cast<int>(load_shared4(next_item)));
-    next_item += kFewTeams * sizeof(int);
-    --left;
-    return item;
+  // The entry of the team's next tile. Known to be the same in all lanes it lets the products' descriptors take no vector
+  // registers. With float32 sums ptxas then keeps a second copy of the operands, and has not enough for both.
+  __device__ __forceinline__ int look_item() const {
+    const int item = static_cast<int>(load_shared4(next_item));
+    return kHalf ? uniform(item) : item;
   }
 
   // The keys of the team's next tile have become operands of a product.
@@ -232,19 +187,19 @@ struct GroupPass {
   }
 
   __device__ __forceinline__ void run() {
-    if (left <= 0) return;
-    const int members = __shfl_sync(kFullMask, group.count, 0);
+    int item = look_item();
+    if (item == Group::kNoItem) return;
     unsigned a[4][4];
     float factor[2];
     KeyShare<Layout> key;
     reader.read(key);
     convert(key, a, factor);
-    int item = take_item(), member = Group::first_of(item);
+    int tile = Group::tile_of(item), member = Group::first_of(item);
     issue(a, member);
     next_key();
 #pragma unroll 1
     for (;;) {
-      const int tile = item >> 4, last = Group::last_of(item, members);
+      const int last = Group::last_of(item);
 #pragma unroll 1
       for (; member < last; ++member) {
         Collected<kHalf> result;
@@ -252,7 +207,9 @@ struct GroupPass {
         issue(a, member + 1);
         finish(result, member, tile, factor);
       }
-      if (left == 0) break;
+      next_item += kFewTeams * sizeof(int);
+      item = look_item();
+      if (item == Group::kNoItem) break;
       // Operands are not written while a product is under way: the compiler would let each wait for the one before.
       // Other teams' products run meanwhile.
       float next_factor[2];
@@ -261,17 +218,18 @@ struct GroupPass {
       collect(result);
       if constexpr (!kHalf) reader.read(key);
       convert(key, a, next_factor);
-      item = take_item();
+      const int done = member;
       member = Group::first_of(item);
       issue(a, member);
-      next_key();
-      finish(result, last, tile, factor);
+      finish(result, done, tile, factor);
+      next_key();  // here, as sums used what was loaded behind the keys' scales: loads come back in order
+      tile = Group::tile_of(item);
       factor[0] = next_factor[0];
       factor[1] = next_factor[1];
     }
     Collected<kHalf> result;
     collect(result);
-    finish(result, member, item >> 4, factor);
+    finish(result, member, tile, factor);
   }
 };
 
@@ -280,10 +238,11 @@ template <typename Layout>
 __device__ __forceinline__ void look_up_items(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group,
                                               int first, int items) {
   const int shared = group.shared;
+  if (threadIdx.x < kFewTeams) group.items[items + threadIdx.x] = Group::kNoItem;
   for (int i = threadIdx.x; i < items; i += kFewThreads) {
     const int own = first + i - shared, member = own < 0 ? 0 : group.owner(own);
     const int tile = own < 0 ? first + i : shared + own - group.left_before[member];
-    group.items[i] = tile * 16 + (own < 0 ? 0 : member + 1);
+    group.items[i] = own < 0 ? Group::item_of(tile, 0, group.count - 1) : Group::item_of(tile, member, member);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       block.keys.halves[2 * i + half] = half_of(p, group.request[member], tile * kKeyTile + kHalfTile * half,
@@ -296,41 +255,26 @@ __device__ __forceinline__ void look_up_items(const ScoreParams<Layout>& p, cons
 template <typename Layout>
 __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group,
                                             int first, int last) {
-  constexpr bool kHalf = kHalfSums<Layout, true>;
   const int lane = block.lane, block_warp = block.block_warp;
   const int shared = group.shared, items = last - first;
-  // The members whose images it takes.
+  // The members whose images it takes, a warp each.
   const int low = first < shared ? 0 : group.owner(first - shared);
   const int high = first < shared ? group.count - 1 : group.owner(last - 1 - shared);
-
-  HeadShare<Layout> heads[kImageBatch];
-  const auto load = [&](int member) {
-#pragma unroll
-    for (int i = 0; i < kImageBatch; ++i) {
-      heads[i].load(p, group.request[min(member + i, high)], block_warp, lane);
-    }
-  };
-  load(low);
-  const bool is_first = block.is_first();
+  const bool brings = block_warp >= low && block_warp <= high;
+  const int number = block.number();
   FewBlock<true>::teams_meet();  // the last rows and the last images have been read
-  look_up_items(p, block, group, first, items);
-  block.hand_over({items, true}, is_first);
-#pragma unroll 1
-  for (int member = low;;) {
-#pragma unroll
-    for (int i = 0; i < kImageBatch; ++i) {
-      const int to = min(member + i, high);  // the last one again: the same bytes
-      uint8_t* const image = block.image + to * kImageBytes<true>;
-      heads[i].template write<kHalf>(image, group.weights[to], p.q_bf16, block_warp, lane);
-    }
-    member += kImageBatch;
-    if (member > high) break;
-    load(member);
+  if (brings && hopper::elect_one()) {
+    const unsigned barrier = shared_address(&block.keys.images);
+    // Bytes that come before they are expected are counted as well: the phase lasts until this arrival.
+    if (block_warp == low) hopper::mbarrier_expect(barrier, (high - low + 1) * kImageCopy);
+    copy_image(p, group.request[block_warp], block.image_address + block_warp * kImageBytes<true>,
+               shared_address(group.weights[block_warp]), barrier);
   }
-  hopper::fence_async_shared();
-  FewBlock<true>::teams_meet();
-  if constexpr (kHalf) {
-    if (block_warp >= low && block_warp <= high) {
+  look_up_items(p, block, group, first, items);
+  block.hand_over({items, true}, number);
+  block.wait_images(number);
+  if constexpr (kHalfSums<Layout, true>) {
+    if (brings) {
       ReluSum relu;
       relu.start(group.weights[block_warp], lane);
       relu.store(group.sums[block_warp], lane);
@@ -338,7 +282,7 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
     }
     FewBlock<true>::teams_meet();
   }
-  GroupPass<Layout>(block, group, group_stages(block), items).run();
+  GroupPass<Layout>(block, group, group_stages(block)).run();
 }
 
 // What a block does next: `items` of a group, or (where alone) tiles of one request; and where it goes on.
@@ -416,7 +360,7 @@ __device__ __forceinline__ void score_passes(const ScoreParams<Layout>& p, const
       if (pass.alone) {
         const TileRange range = {p.out + pass.token * p.out_stride, share.visible_of[pass.token], pass.first,
                                  pass.last - pass.first};
-        score_tiles<Layout, true>(p, block, pass.token, pass.token, range);
+        score_tiles(p, block, pass.token, pass.token, range);
       } else {
         score_group(p, block, group, pass.first, pass.last);
       }
