@@ -79,9 +79,7 @@ struct BulkRing {
   // A warp's place in its team's stages.
   struct Reader {
     unsigned data, scale, barriers;  // in stage 0
-    unsigned stage;  // and the parity that it is waited for with, in the highest bit: one register for both
-
-    static_assert(kStageBytes % 2 == 0 && sizeof(RingStage) % 2 == 0, "products with `stage` lose the highest bit");
+    unsigned stage, parity;
 
     __device__ __forceinline__ Reader(unsigned stages, RingBarriers<kTeams>& of, int team, int warp, int lane) {
       const unsigned first = stages + team * (kStages * kStageBytes);
@@ -90,13 +88,14 @@ struct BulkRing {
                    (KeyShare<Layout>::kOwnScale ? lane & 3 : 0));
       barriers = keep(shared_address(&of.of[team][0]));
       stage = kFirst;
+      parity = 0;
     }
 
     // The team's tile `kAhead` behind the next one.
     template <int kAhead = 0>
     __device__ __forceinline__ void read(KeyShare<Layout>& key) const {
       const unsigned at = (stage + kAhead) * kStageBytes;
-      hopper::mbarrier_wait(barrier<kAhead>(), stage >> 31);
+      hopper::mbarrier_wait(barriers + (stage + kAhead) * sizeof(RingStage), parity);
       // Scales first: loads come back in order, and it is the data that a product waits for.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -117,7 +116,7 @@ struct BulkRing {
     template <int kAhead = 0>
     __device__ __forceinline__ void release(bool leads) const {
       __syncwarp();
-      hopper::mbarrier_arrive_if(barrier<kAhead>() + offsetof(RingStage, empty), leads);
+      hopper::mbarrier_arrive_if(barriers + (stage + kAhead) * sizeof(RingStage) + offsetof(RingStage, empty), leads);
     }
 
     // On by as many tiles, none of them beyond the ring's end.
@@ -125,13 +124,10 @@ struct BulkRing {
     __device__ __forceinline__ void advance() {
       static_assert(kTiles == 1 || (kTiles == 2 && kStages % 2 == 0), "pairs begin at even stages");
       stage += kTiles;
-      if ((stage & 15u) == kStages) stage = (stage ^ 0x80000000u) - kStages;
-    }
-
-   private:
-    template <int kAhead>
-    __device__ __forceinline__ unsigned barrier() const {
-      return barriers + (stage + kAhead) * static_cast<unsigned>(sizeof(RingStage));
+      if (stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
     }
   };
 
