@@ -33,6 +33,7 @@ class Limits:
     running  most requests that run at once
     chunk    most prompt tokens of a step
     context  most tokens of a request
+    granule  bytes by which memory moves between pages and slots, which are those at first; 0 if it does not
     """
 
     pages: int
@@ -41,6 +42,7 @@ class Limits:
     chunk: int = 8192
     page: int = 128
     context: int = 1 << 18
+    granule: int = 0
 
 
 class Engine:
@@ -63,7 +65,7 @@ class Engine:
 
     @property
     def used_pages(self) -> int:
-        return self.limits.pages - int(self.pages.available_size()) // self.limits.page
+        return int(self.pages.size - self.pages.available_size()) // self.limits.page
 
     def start(self, ids: Ids, answer: Ids, number: int) -> Run:
         """A request with prompt `ids`, int64 [n], that is going to be answered with `answer`, int64 [m]."""
@@ -234,10 +236,13 @@ def _publish_config(limits: Limits) -> None:
 def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+    from sglang_dsv4.cache.backing import backing_for
+    from sglang_dsv4.cache.movable import MovablePages
     from sglang_dsv4.cache.pages import PagePool
     from sglang_dsv4.cache.slots import SlotReqToTokenPool, building
 
-    with building(geometry, store_device="meta"):
+    plan = _plan(limits, geometry) if limits.granule else None
+    with building(geometry, store_device="meta", plan=plan):
         pool = SlotReqToTokenPool(
             size=limits.running,
             mamba_size=limits.slots,
@@ -250,9 +255,30 @@ def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:
             enable_mamba_extra_buffer=True,
             enable_overlap_schedule=True,
         )
+    if plan is not None:
+        tokens = plan.pages * limits.page
+        store = PagePool(
+            geometry, tokens, "meta", backing=backing_for("meta", plan.page_stores, pool.mamba_pool.memory)
+        )
+        return pool, MovablePages(tokens, limits.page, torch.uint8, "cpu", store, False)
     tokens = limits.pages * limits.page
     store = PagePool(geometry, tokens, "meta")
     return pool, PagedTokenToKVPoolAllocator(tokens, limits.page, torch.uint8, "cpu", store, False)
+
+
+def _plan(limits: Limits, geometry: Geometry) -> Any:
+    """The bytes of the split at first, to move from there. Raises ValueError where granules leave too little."""
+    from sglang_dsv4.cache.granules import plan_split
+    from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST
+
+    return plan_split(
+        geometry,
+        geometry.slot_pool_bytes(limits.slots + 1) + geometry.page_pool_bytes((limits.pages + 1) * limits.page),
+        slots=limits.slots,
+        least_slots=SLOTS_PER_REQUEST * limits.running,
+        least_pages=limits.context // limits.page + 2,
+        granule=limits.granule,
+    )
 
 
 def _build_tree(pool: Any, pages: Any, page: int) -> Any:
