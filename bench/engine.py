@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang_dsv4.cache.granules import SplitPlan, plan_split
+from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST
 from sglang_dsv4.geometry import Geometry
 
 Ids = NDArray[np.int64]
@@ -48,11 +50,17 @@ class Limits:
 class Engine:
     """The cache of one server. Requests are generators that do one step at a time; see `start`."""
 
-    def __init__(self, limits: Limits, geometry: Geometry, *, user_token: int = 1) -> None:
-        """user_token begins a user's message, as the chat template's role token does on a server."""
+    def __init__(
+        self, limits: Limits, geometry: Geometry, *, user_token: int = 1, plan: SplitPlan | None = None
+    ) -> None:
+        """user_token begins a user's message, as the chat template's role token does on a server.
+
+        plan  how memory moves; made from the limits if not given
+        """
         _publish_config(limits)
         self.limits = limits
-        self.pool, self.pages = _build_pools(limits, geometry)
+        plan = _plan(limits, geometry) if plan is None and limits.granule else plan
+        self.pool, self.pages = _build_pools(limits, geometry, plan)
         self.pool.user_token = user_token
         self.tree = _build_tree(self.pool, self.pages, limits.page)
         self.running: list[Run] = []
@@ -233,7 +241,7 @@ def _publish_config(limits: Limits) -> None:
     set_global_server_args_for_scheduler(args)
 
 
-def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:
+def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
     from sglang_dsv4.cache.backing import backing_for
@@ -241,7 +249,6 @@ def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:
     from sglang_dsv4.cache.pages import PagePool
     from sglang_dsv4.cache.slots import SlotReqToTokenPool, building
 
-    plan = _plan(limits, geometry) if limits.granule else None
     with building(geometry, store_device="meta", plan=plan):
         pool = SlotReqToTokenPool(
             size=limits.running,
@@ -266,11 +273,8 @@ def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:
     return pool, PagedTokenToKVPoolAllocator(tokens, limits.page, torch.uint8, "cpu", store, False)
 
 
-def _plan(limits: Limits, geometry: Geometry) -> Any:
+def _plan(limits: Limits, geometry: Geometry) -> SplitPlan:
     """The bytes of the split at first, to move from there. Raises ValueError where granules leave too little."""
-    from sglang_dsv4.cache.granules import plan_split
-    from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST
-
     return plan_split(
         geometry,
         geometry.slot_pool_bytes(limits.slots + 1) + geometry.page_pool_bytes((limits.pages + 1) * limits.page),

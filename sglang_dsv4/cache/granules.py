@@ -13,6 +13,7 @@ about one granule a layer and store that is not full.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -190,3 +191,26 @@ def plan_split(
     if pages < least_pages:
         raise ValueError(f"{budget} bytes do not hold {slots} slots and {least_pages} pages in granules of {granule}")
     return SplitPlan(slot_stores, page_stores, budget, least_slots, least_pages, slots, pages)
+
+
+def plan_around(
+    geometry: Geometry, *, slots: int, pages: int, least_slots: int, least_pages: int, granule: int = GRANULE
+) -> SplitPlan:
+    """The same for the bytes that so many slots and pages need."""
+    raw = geometry.slot_pool_bytes(slots + 1) + geometry.page_pool_bytes((pages + 1) * geometry.page_size)
+    slack = overhead(geometry, granule)
+    plan = plan_split(
+        geometry,
+        raw + 2 * slack,
+        slots=slots,
+        least_slots=least_slots,
+        least_pages=min(pages, least_pages),
+        granule=granule,
+    )
+    return dataclasses.replace(plan, budget=plan.nbytes(slots, pages), pages=pages)
+
+
+def overhead(geometry: Geometry, granule: int) -> int:
+    """Bytes of granules that are not full, about one a layer of each store."""
+    stores = geometry.num_layers + 3 * len(geometry.layers_of(CSA_RATIO)) + len(geometry.layers_of(HCA_RATIO))
+    return stores * granule
