@@ -280,7 +280,7 @@ def _plan(limits: Limits, geometry: Geometry) -> SplitPlan:
         geometry.slot_pool_bytes(limits.slots + 1) + geometry.page_pool_bytes((limits.pages + 1) * limits.page),
         slots=limits.slots,
         least_slots=SLOTS_PER_REQUEST * limits.running,
-        least_pages=limits.context // limits.page + 2,
+        least_pages=limits.context // limits.page,  # room for the longest request and one page
         granule=limits.granule,
     )
 

@@ -99,7 +99,9 @@ class HostBacking(Backing):
 
     def _reserve(self, region: Region) -> Tensor:
         self._maps = getattr(self, "_maps", {})
-        self._maps[region.name] = mmap.mmap(-1, -(-region.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._maps[region.name] = mmap.mmap(
+            -1, region.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         return torch.frombuffer(self._maps[region.name], dtype=torch.uint8)[: region.nbytes]
 
     def _release(self, region: Region, part: range) -> None:
