@@ -252,7 +252,7 @@ def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> 
     with building(geometry, store_device="meta", plan=plan):
         pool = SlotReqToTokenPool(
             size=limits.running,
-            mamba_size=limits.slots,
+            mamba_size=limits.slots if plan is None else plan.slots,
             mamba_spec_state_size=limits.running,
             max_context_len=limits.context,
             device="cpu",
@@ -274,15 +274,20 @@ def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> 
 
 
 def _plan(limits: Limits, geometry: Geometry) -> SplitPlan:
-    """The bytes of the split at first, to move from there. Raises ValueError where granules leave too little."""
-    return plan_split(
-        geometry,
-        geometry.slot_pool_bytes(limits.slots + 1) + geometry.page_pool_bytes((limits.pages + 1) * limits.page),
-        slots=limits.slots,
-        least_slots=SLOTS_PER_REQUEST * limits.running,
-        least_pages=limits.context // limits.page,  # room for the longest request and one page
-        granule=limits.granule,
-    )
+    """The bytes of the split at first, to move from there. Begins with fewer slots where granules leave a request too
+    few pages. Raises ValueError where they leave too few anyway."""
+    kept, pages = SLOTS_PER_REQUEST * limits.running, limits.context // limits.page  # the longest request and one
+    budget = geometry.slot_pool_bytes(limits.slots + 1) + geometry.page_pool_bytes((limits.pages + 1) * limits.page)
+    slots = limits.slots
+    while True:
+        try:
+            return plan_split(
+                geometry, budget, slots=slots, least_slots=kept, least_pages=pages, granule=limits.granule
+            )
+        except ValueError:
+            if slots == kept:
+                raise
+            slots -= 1
 
 
 def _build_tree(pool: Any, pages: Any, page: int) -> Any:

@@ -262,9 +262,8 @@ def main() -> None:
             shares = [float(share) for share in args.share.split(",")] if args.share else [None]
             for memory in args.memory.split(","):
                 for share in shares:
-                    results.append(
-                        simulate(built, memory, users=args.users, chunk=args.chunk, share=share, granule=args.granule, progress=True)
-                    )
+                    how = {"users": args.users, "chunk": args.chunk, "share": share, "granule": args.granule}
+                    results.append(simulate(built, memory, **how, progress=True))
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
     print(describe(results))

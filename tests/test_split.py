@@ -42,7 +42,9 @@ def granules_of(region: Region, items: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("name, page, granule", [("v4_flash", 128, GRANULE), ("v4_pro", 256, GRANULE), ("tiny", 128, 4096)])
+@pytest.mark.parametrize(
+    "name, page, granule", [("v4_flash", 128, GRANULE), ("v4_pro", 256, GRANULE), ("tiny", 128, 4096)]
+)
 def test_granules_are_those_that_the_leading_items_of_all_layers_touch(name, page, granule):
     g = geometry(name, page_size=page)
     for group in (slot_group(g, 300, granule), page_group(g, 3000, granule)):
@@ -209,7 +211,7 @@ def test_stores_keep_their_bytes_and_addresses_through_moves(monkeypatch):
 
 
 def test_more_than_the_budget_is_refused():
-    slots, pages, _ = stores()
+    _slots, pages, _ = stores()
     with pytest.raises(RuntimeError, match="release before you commit"):
         pages.resize(80 * PAGE)
 

@@ -99,10 +99,9 @@ class HostBacking(Backing):
 
     def _reserve(self, region: Region) -> Tensor:
         self._maps = getattr(self, "_maps", {})
-        self._maps[region.name] = mmap.mmap(
-            -1, region.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        return torch.frombuffer(self._maps[region.name], dtype=torch.uint8)[: region.nbytes]
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory would stay where it is
+        memory = self._maps[region.name] = mmap.mmap(-1, region.nbytes, flags=flags)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _release(self, region: Region, part: range) -> None:
         start, length = part.start * region.granule, len(part) * region.granule
@@ -237,7 +236,7 @@ def tensor_at(address: int, nbytes: int, device: int) -> Tensor:
     """uint8 [nbytes] at a device address that somebody else owns."""
     where = torch.device("cuda", device)
     storage = torch._C._construct_storage_from_data_pointer(address, where, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=where).set_(storage, 0, (nbytes,))
+    return torch.empty(0, dtype=torch.uint8, device=where).set_(storage, 0, (nbytes,), (1,))
 
 
 def backing_for(device: str | torch.device, group: Group, memory: Memory) -> Backing:

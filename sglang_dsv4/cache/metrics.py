@@ -75,8 +75,8 @@ def log_line(usage: Usage, counts: Counters) -> str:
         f"and {usage.slots_free} free of {usage.slots_total} slots; snapshots published {counts.published}, "
         f"refused {counts.interior_refused}, duplicate {counts.duplicates}, skipped {counts.skipped}, "
         f"superseded {counts.superseded}, evicted {counts.snapshots_evicted}; pages evicted {counts.pages_evicted}; "
-        f"moves to pages {counts.lots_to_pages}, to slots {counts.lots_to_slots}, of {counts.snapshots_moved} snapshots "
-        f"and {counts.pages_moved} pages; "
+        f"moves to pages {counts.lots_to_pages}, to slots {counts.lots_to_slots}, "
+        f"copying {counts.snapshots_moved} snapshots and {counts.pages_moved} pages; "
         f"resumed at: {hits or 'nothing yet'}; missed tokens: {missed or 'none'}"
     )
 

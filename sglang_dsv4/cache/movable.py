@@ -115,6 +115,9 @@ class MovableSlots(MambaSlotAllocator):
 class MovablePages(PagedTokenToKVPoolAllocator):
     """Pages 1 .. size // page_size."""
 
+    free_pages: Tensor
+    staged_pages: list[Tensor]
+
     def __init__(self, size: int, page_size: int, *args: Any, **kwargs: Any) -> None:
         self.page_size = page_size
         self.drain = Drain(size // page_size)

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from torch import Tensor
 
@@ -105,6 +106,7 @@ class SlotReqToTokenPool(HybridReqToTokenPool):
     """Request rows with their tails. Row 0 pads; a tail is empty at every page boundary, so no snapshot holds one."""
 
     mamba_pool_cls = SlotPool
+    mamba_allocator: MambaSlotAllocator
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

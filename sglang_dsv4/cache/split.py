@@ -16,6 +16,7 @@ in tensors that are written in place. What a request holds never moves.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 LOT, LOT_PART = 16, 32  # slots that move together: so many, or one in so many of those at first if that is less
 MOST_LOTS = 8  # at once
 FLOOR = 0.1  # part of the bytes that superseded snapshots may keep
+PAUSE = 4  # requests between two looks at a move that is not done: each waits for the device
 PATIENCE = 64  # requests until a move is given up that a request's slots or pages stand in the way of
 
 
@@ -44,9 +46,11 @@ class MovingSplit:
         self.slot_bytes = geometry.slot_bytes
         spare = plan.budget - plan.slot_stores.nbytes(plan.least_slots + 1)
         self.floor = int(FLOOR * spare / self.slot_bytes)
+        self._pages_beside = lru_cache(4096)(plan.pages_beside)
+        self._most_slots = plan.most_slots
         self.lot = max(1, min(LOT, plan.slots // LOT_PART))
         self.target: int | None = None  # slots after the move that has begun
-        self._began = 0
+        self._began = self._again = 0  # when the move began, and when to look again at what stands in its way
 
     def snapshots(self, tree: Any) -> int:
         return int(tree.mamba_evictable_size() + tree.mamba_protected_size())
@@ -60,7 +64,7 @@ class MovingSplit:
                 self._toward_pages(tree, paths, -(-tokens // self.pages.page_size))
             elif snapshots > 0:
                 self._toward_slots()
-            self._began = now
+            self._began = self._again = now
         if self.target is not None:
             self._go_on(tree, paths, now)
 
@@ -82,7 +86,7 @@ class MovingSplit:
     def _toward_pages(self, tree: Any, paths: Any, pages: int) -> None:
         """As many lots as the missing pages need and slots are idle or superseded."""
         end, lot = self.slots.drain.end, self.lot
-        gain = self.plan.pages_beside(end - lot) - self.pages.drain.end if end > lot else 0
+        gain = self._pages_beside(end - lot) - self.pages.drain.end if end > lot else 0
         most = min(MOST_LOTS * lot, end - self.plan.least_slots)
         if gain <= 0 or most < lot:
             return
@@ -97,9 +101,11 @@ class MovingSplit:
 
     def _toward_slots(self) -> None:
         """A lot, if the pages that it costs are free."""
-        end = self.slots.drain.end + self.lot
-        count = self.pages.drain.end - self.plan.pages_beside(end) if end <= self.plan.most_slots else 0
-        if count > 0 and self.pages.available_size() >= count * self.pages.page_size:
+        end, free = self.slots.drain.end + self.lot, self.pages.available_size() // self.pages.page_size
+        if free < self.lot or end > self._most_slots:
+            return
+        count = self.pages.drain.end - self._pages_beside(end)
+        if 0 < count <= free:
             self.target = end
             self.pages.start_drain(count)
 
@@ -107,7 +113,8 @@ class MovingSplit:
 
     def _go_on(self, tree: Any, paths: Any, now: int) -> None:
         shrinking: Any = self.slots if self.slots.drain.limit is not None else self.pages
-        if not shrinking.drain.done:
+        if not shrinking.drain.done and now >= self._again:
+            self._again = now + PAUSE
             self._wait()
             if shrinking is self.slots:
                 self._move_snapshots(tree, paths)
@@ -127,7 +134,7 @@ class MovingSplit:
         if target < slots_before:
             slots.drain.finish()
             self.states.store.resize(target + 1)
-            count = self.plan.pages_beside(target) - pages_before
+            count = self._pages_beside(target) - pages_before
             self.entries.store.resize((pages_before + count + 1) * pages.page_size)
             pages.grow(count)
             counters.lots_to_pages += 1

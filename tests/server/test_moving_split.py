@@ -46,7 +46,7 @@ def moving_requests() -> tuple[Request, ...]:
     """Short chats want slots, then long texts want pages, then short chats again."""
     chats = [in_turn([session(f"{part} {i}", 2, 150, 130, 4) for i in range(9)]) for part in ("early", "late")]
     longs = in_turn([session(f"long {i}", 2, 900, 120, 4) for i in range(4)])
-    return tuple([*chats[0], *longs, *chats[1]])
+    return (*chats[0], *longs, *chats[1])
 
 
 WORKLOAD = Workload("moving", moving_requests())
