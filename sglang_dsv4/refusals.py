@@ -231,7 +231,8 @@ def check_environment(env: Mapping[str, str]) -> None:
         if env.get(name, "").lower() not in HARMLESS:
             raise Refused(f"{name}={env[name]} has no effect on this model", why, "unset it")
     if env.get(SPLIT, "") not in ("", "moves", "static"):
-        raise Refused(f"{SPLIT}={env[SPLIT]}", "memory moves between slots and pages or it does not", "set moves or static")
+        why = "memory moves between slots and pages or it does not"
+        raise Refused(f"{SPLIT}={env[SPLIT]}", why, "set it to moves or static")
 
 
 def check_version(installed: str, env: Mapping[str, str] | None = None) -> str | None:
