@@ -23,9 +23,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-
-from rivals import card  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from sglang_dsv4.cache.backing import backing_for, memory_for  # noqa: E402
 from sglang_dsv4.cache.granules import GRANULE, plan_split  # noqa: E402
@@ -217,8 +215,9 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result: dict[str, Any] = {"card": card() if options.device == "cuda" else "cpu", "commit": options.commit}
+    result: dict[str, Any] = {"commit": options.commit}
     try:
+        result["card"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
         check = Check(options.device, int(options.gib * (1 << 30)))
         result |= {"budget": check.plan.budget, "in_use": check.in_use(), "start_s": round(check.seconds, 3)}
         result |= {"granules": check.memory.used, "slots": check.slots, "pages": check.pages}

@@ -8,6 +8,9 @@ each server (`bench/replay.py`), in-tree once for each window ratio. KV bytes ar
 --config: a model of cut depth gets the pools that the bytes hold at full depth. Rows are saved as they come, as
 FILE and as a Markdown page beside it; --resume measures only those that FILE lacks.
 
+A preset is replayed twice against each server, the cache flushed between, and the second time counts: at new numbers of
+tokens kernels are still compiled, a second each, and as servers share what is compiled the first one would pay for all.
+
 A preset is NAME, NAME@FACTOR (all lengths times FACTOR), NAME:N (its first N requests) or both, NAME@FACTOR:N.
 --answers bounds what is generated: what a cache finds hangs on prompts, and long answers take most of the time.
 
@@ -24,7 +27,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import report  # noqa: E402
 import workloads  # noqa: E402
+from measure import positive  # noqa: E402
 from replay import replay, tokens_of  # noqa: E402
 from rivals import (  # noqa: E402
     DEFAULT_RATIO,
@@ -44,7 +47,6 @@ from rivals import (  # noqa: E402
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
-    positive,
     same_kernels,
     together,
     vocabulary_of,
@@ -56,6 +58,7 @@ PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")
 OTHER_RATIOS = (0.05, 0.2)
 LEAST_FACTOR, MOST_FACTOR = 0.001, 100.0  # of a preset's lengths
 OURS = "ours"
+PASSES = 2  # of a preset against a server; the last one counts
 
 
 def contestants(options: argparse.Namespace) -> tuple[dict[str, Launch], dict[str, dict[str, Any]]]:
@@ -108,13 +111,26 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.starts: dict[str, float] = {}
         self.kernels: dict[str, Any] = {}
-        self.setting = {name: getattr(options, name) for name in ("users", "tokens", "chats", "answers")}
+        names = ("users", "tokens", "chats", "answers")
+        self.setting = {name: getattr(options, name) for name in names} | {"passes": PASSES}
         if options.resume and options.out.exists():
-            kept = json.loads(options.out.read_text())
-            if kept.get("setting") != self.setting:
-                raise ValueError(f"{options.out} was measured with {kept.get('setting')}, not with {self.setting}")
-            self.rows = [row for row in kept["runs"] if "stopped" not in row]
-            self.starts, self.kernels = kept["start_s"], kept["kernels"]
+            self.take_over(options.out)
+
+    def take_over(self, path: Path) -> None:
+        """The rows of an earlier run. Raises ValueError, one line, where they do not belong beside new ones."""
+        try:
+            kept = json.loads(path.read_text())
+            setting, runs = kept.get("setting"), kept.get("runs", ())
+            rows = [row for row in runs if "stopped" not in row]
+            known = all({"workload", "system", "commit"} <= set(row) for row in rows)
+            self.starts, self.kernels = dict(kept.get("start_s", {})), dict(kept.get("kernels", {}))
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f"{path} is not a result of this benchmark") from None
+        if setting != self.setting:
+            raise ValueError(f"{path} was measured with {setting}, not with {self.setting}")
+        if not known:
+            raise ValueError(f"{path} has rows without workload, system or commit")
+        self.rows = rows
 
     def run(self) -> None:
         """Raises ServerError where a server does not start or has died."""
@@ -127,21 +143,14 @@ class Bench:
             return
         with together(needed, self.options.logs, self.starts) as servers:
             self.kernels = same_kernels(servers)
-            with ThreadPoolExecutor(len(servers)) as pool:
-                list(pool.map(lambda server: self.warm_up(server.client), servers.values()))
             for stream, name in missing:
-                self.rows.append({**self.row(stream, name, servers[name]), **memory[name]})
+                row = self.row(stream, name, servers[name])
+                self.rows.append({**row, **memory[name], "commit": options.commit})
                 self.save()
                 print(line(self.rows[-1]), flush=True)
 
     def has(self, preset: str, system: str) -> bool:
         return any(row["workload"] == preset and row["system"] == system for row in self.rows)
-
-    def warm_up(self, client: Client) -> None:
-        """Whatever is compiled at the first use is compiled before times are taken."""
-        few = workload("short-chats", 2 * self.options.users, self.options.answers, None)
-        few = replace(few, name="warm-up", requests=tuple(r for r in few.requests if r.turn == 0))
-        self.replay(client, few, "warm-up")
 
     def replay(self, client: Client, stream: workloads.Workload, system: str) -> dict[str, Any]:
         source = tokens_of(client, self.ids)
@@ -150,12 +159,13 @@ class Bench:
     def row(self, stream: workloads.Workload, name: str, server: Server) -> dict[str, Any]:
         """A preset that a server cannot take is a row that says so; a server that died ends the run."""
         try:
-            result = self.replay(server.client, stream, name)
+            passes = [self.replay(server.client, stream, name) for _ in range(PASSES)]
         except ServerError as error:
             if server.process.poll() is not None:
                 raise ServerError(f"{name} died during {stream.name}: {server.last_words()}") from None
             return {"workload": stream.name, "system": name, "stopped": str(error)}
-        return {key: value for key, value in result.items() if key != "url"}
+        result = {key: value for key, value in passes[-1].items() if key != "url"}
+        return {**result, "cached_tokens_of_passes": [each["cached_tokens"] for each in passes]}
 
     def save(self) -> None:
         options = self.options

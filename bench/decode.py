@@ -160,12 +160,12 @@ def long_turns(client: Client, vocabulary: int, chats: int, tokens: int, turns: 
     return {"cached": cached, "first_token_s": seconds}
 
 
-def profile(server: Server, prompts: list[list[int]], folder: Path | None = None) -> dict[str, Any]:
+def profile(server: Server, prompts: list[list[int]]) -> dict[str, Any]:
     """Kernels of one decode step of the batch: SGLang's own profiler over PROFILED_STEPS replayed steps.
 
     Raises ServerError where no trace appears.
     """
-    folder = folder or Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp())
     before = server.log.stat().st_size
     decoding = threading.Thread(target=batch_seconds, args=(server.client, prompts, 300))
     decoding.start()
@@ -173,11 +173,26 @@ def profile(server: Server, prompts: list[list[int]], folder: Path | None = None
         time.sleep(0.05)
     server.client.start_profile(folder, PROFILED_STEPS)
     decoding.join()
-    for _ in range(100):
+    return summary(_trace(server, folder), PROFILED_STEPS)
+
+
+def profile_prefill(server: Server, vocabulary: int, context: int, chunk: int) -> dict[str, Any]:
+    """Kernels of one chunk of a cold prompt, the mean of all its chunks. Raises ServerError where no trace appears."""
+    folder, chunks = Path(tempfile.mkdtemp()), -(-context // chunk)
+    server.client.flush()
+    server.client.start_profile(folder, chunks)
+    server.client.generate(text("cold profile", context, vocabulary), 4, logprobs=False)  # a step after them ends it
+    return summary(_trace(server, folder), chunks)
+
+
+def _trace(server: Server, folder: Path) -> dict[str, Any]:
+    """The trace that a server writes to the folder once it has done the steps asked for."""
+    for _ in range(150):
         found = sorted(folder.rglob("*.trace.json*"))
         if found:
             time.sleep(1.0)  # until it is written to its end
-            return summary(json.loads(gzip.open(found[0]).read()))
+            trace: dict[str, Any] = json.loads(gzip.open(found[0]).read())
+            return trace
         time.sleep(0.2)
     raise ServerError(f"{server.url} wrote no profile to {folder}")
 
@@ -188,7 +203,7 @@ def plain_name(name: str) -> str:
     return re.split(r"[<(]", bare, maxsplit=1)[0][-70:]
 
 
-def summary(trace: dict[str, Any]) -> dict[str, Any]:
+def summary(trace: dict[str, Any], steps: int) -> dict[str, Any]:
     """Per step: microseconds, how long any kernel ran, and each kernel's launches and time.
 
     Steps replay the same kernels, so totals are divided by the number of steps; what stands between steps counts.
@@ -207,7 +222,6 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
     for e in events:
         count[plain_name(e["name"])] += 1
         total[plain_name(e["name"])] += e["dur"]
-    steps = PROFILED_STEPS
     order = sorted(total, key=lambda name: -total[name])
     return {
         "steps": steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,48 @@ from sglang_dsv4.cache.causes import NO_SNAPSHOT, PAGE, SNAPSHOT, page_misses
 NEVER, BELOW = "never cached", "below one page"
 HIDDEN = "evicted or no snapshot"  # from a server that does not say which
 CAUSES = (NEVER, BELOW, PAGE, SNAPSHOT, NO_SNAPSHOT, HIDDEN)
+
+
+# Types of arguments: whatever cannot be meant is one line that names it.
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """Comma-separated."""
+    return [positive(each) for each in text.split(",")]
+
+
+def part(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= _number(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return float(text)
+
+
+def parts(text: str) -> list[float]:
+    """Comma-separated."""
+    return [part(each) for each in text.split(",")]
+
+
+def memories(text: str) -> list[str]:
+    """Comma-separated sizes of memory as `simulate.limits_for` takes them."""
+    for each in text.split(","):
+        if each not in ("ample", "third") and not 0 < _number(each) < float("inf"):
+            raise argparse.ArgumentTypeError(f"{each!r} is none of ample, third, a fraction, a number of bytes")
+    return text.split(",")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 @dataclass(frozen=True)

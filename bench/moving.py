@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import workloads  # noqa: E402
 from engine import Engine, Limits  # noqa: E402
-from measure import write  # noqa: E402
+from measure import memories, part, positive, positives, write  # noqa: E402
 from simulate import Simulation, flash, limits_for, oracle_tokens  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
@@ -186,28 +186,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload", nargs="*", default=[name for name in PRESETS if name != "mooncake"])
     parser.add_argument("--path", type=Path, help="recording for mooncake, which is then measured, too")
-    parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
-    parser.add_argument("--memory", default="third", help="comma-separated, as for simulate.py")
-    parser.add_argument("--lot", default="1", help="comma-separated slots by which memory moves")
-    parser.add_argument("--floor", type=float, default=0.1, help="part of the bytes that superseded snapshots may keep")
-    parser.add_argument("--limit", type=int, help="requests to take from the beginning")
+    parser.add_argument("--chats", type=positive, help="number of chats of short-chats (120)")
+    parser.add_argument("--memory", type=memories, default=["third"], help="comma-separated, as for simulate.py")
+    parser.add_argument("--lot", type=positives, default=[1], help="comma-separated slots by which memory moves")
+    parser.add_argument("--floor", type=part, default=0.1, help="part of the bytes that superseded snapshots may keep")
+    parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    lots = [int(lot) for lot in args.lot.split(",")]
     results: list[dict[str, Any]] = []
+    command = " ".join(["python", "bench/moving.py", *sys.argv[1:]])
     try:
-        for name in [*args.workload, *(["mooncake"] if args.path else [])]:
+        for name in dict.fromkeys([*args.workload, *(["mooncake"] if args.path else [])]):
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, chats=args.chats, limit=args.limit)
-            for memory in args.memory.split(","):
-                results += measure(built, memory, lots, args.floor)
+            for memory in args.memory:
+                results += measure(built, memory, args.lot, args.floor)
+                if args.out:  # as they come: what follows may fail
+                    write(args.out, {"command": command, "runs": results})
     except (OSError, ValueError) as error:
         sys.exit(f"moving: {error}")
     keys = ("workload", "memory", "split", "cached_tokens", "oracle_tokens", "cached_over_oracle")
     keys = (*keys, "peak_pages", "peak_snapshots")
     print(table(keys, [tuple(row[key] for key in keys) for row in results], left=3))
-    if args.out:
-        write(args.out, {"command": " ".join(["python", "bench/moving.py", *sys.argv[1:]]), "runs": results})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Talks to the CUDA driver alone; allocates no more than the lots it moves, of 2 MiB, the least that can be mapped.
 V4-Flash keeps slots in the windows of 43 layers and the overlap rows of 21, pages in the entries of 41 layers and the
-keys of 21: one lot of each must move together.
+keys of 21; a lot holds 28 slots of a window and 102 of an overlap row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rivals import card, positive
+from measure import positive
+from rivals import card
 
 LOT = 2 << 20
-SLOT_STORES, PAGE_STORES = 43 + 21, 41 + 21
+SLOT_STORES = 43 + 21
 TURNS = 7
 
 
@@ -141,7 +142,7 @@ def main() -> int:
         "lots": options.lots,
         "us_a_lot": times,
         "ms_in_all": round(sum(times.values()) * options.lots / 1e3, 3),
-        "slots_in_a_lot_of_each_store": LOT // 74_880,
+        "slots_in_a_lot_of_a_window": LOT // 74_880,
     }
     print(json.dumps(result, indent=1))
     if options.out:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import threading
@@ -216,13 +215,6 @@ def config_of(model: Path) -> dict[str, Any]:
 
 def vocabulary_of(model: Path) -> int:
     return int(config_of(model)["vocab_size"])
-
-
-def positive(text: str) -> int:
-    """An argument that must be a whole number above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def card() -> str:

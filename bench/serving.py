@@ -1,6 +1,6 @@
 """In-tree cache and ours at equal bytes on one GPU: cached tokens, time per token, prefill speed.
 
-    python bench/serving.py MODEL --only sizes prefill decode long [--dummy] [--profile] [--out FILE]
+    python bench/serving.py MODEL --only sizes prefill decode long fresh [--dummy] [--profile] [--out FILE]
     python bench/serving.py CUT_MODEL --only chats --config configs/v4_flash.json
 
 MODEL is a checkpoint folder, or with --dummy one that holds a config.json alone. All servers of a test stand on one GPU
@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import decode
+import workloads
 from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
+from measure import positive
+from replay import replay, tokens_of
 from rivals import (
     DEFAULT_RATIO,
     FULL_TOKENS,
@@ -37,16 +40,16 @@ from rivals import (
     in_tree_bytes,
     in_tree_tokens,
     pools_for,
-    positive,
     together,
     vocabulary_of,
 )
 
-from sglang_dsv4.serving import Server, ServerError, exit_on_signals
+from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 
 OURS, IN_TREE = "ours", "in_tree"
-SIDE_BY_SIDE = ("prefill", "decode", "long")  # served by one pair of servers
+SIDE_BY_SIDE = ("prefill", "decode", "long", "fresh")  # served by one pair of servers
 TESTS = ("sizes", *SIDE_BY_SIDE, "distinct", "chats", "drafts")
+FRESH, FRESH_RUNS = 32, 3  # requests of `fresh`, and how often each server answers them
 # In-tree with its multi-token prediction: one draft token a step.
 DRAFTS = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
@@ -107,7 +110,7 @@ class Bench:
             self.rows.append(chat_row(count, budget, pools, mine[count], {r: c[count] for r, c in rivals.items()}))
 
     def side_by_side(self, tests: set[str], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
-        """Prefill, decode steps over one shared prefix, long conversations; on request kernel profiles."""
+        """Prefill, decode steps over one shared prefix, long conversations; kernel profiles on request."""
         running, tokens = max(batches), 2 * max(contexts) + 256 * 1024
         launches = {
             OURS: self.base.over(Pools(tokens, 5 * running + 256, 0), running),
@@ -118,6 +121,10 @@ class Bench:
             if "prefill" in tests:
                 rates = decode.prefill_rates(clients, self.vocabulary, self.repeats)
                 self.pair("prefill, chunks of 8,192, context 32,768", rates, "tokens/s")
+                for name, server in servers.items() if profiled else ():
+                    chunk = decode.profile_prefill(server, self.vocabulary, 32768, 8192)
+                    self.profiles[f"{name}, prefill chunk of 8,192 of 32,768"] = chunk
+                    self.save()
             if "decode" in tests:
                 self.decode(servers, contexts, batches, profiled=profiled)
             if "long" in tests:
@@ -127,6 +134,24 @@ class Bench:
                 }
                 self.rows.append({"test": test, **rows})
                 self.save()
+            if "fresh" in tests:
+                self.fresh(clients)
+
+    def fresh(self, clients: dict[str, Client]) -> None:
+        """What the cache costs where nothing is found: the preset without any reuse, replayed closed loop."""
+        stream = workloads.build("no-reuse", limit=FRESH)
+        source = tokens_of(clients[OURS], (1000, self.vocabulary))
+        tokens = sum(stream.lengths()) + sum(request.answer for request in stream.requests)
+        rates: dict[str, list[float]] = {name: [] for name in clients}
+        first: dict[str, list[float]] = {name: [] for name in clients}
+        for _ in range(FRESH_RUNS):
+            for name, client in clients.items():
+                found = replay(client, stream, users=RUNNING, speed=None, source=source, system=name)
+                rates[name].append(tokens / found["seconds"])
+                first[name].append(found["ttft_s"]["p50"])
+        test = f"{FRESH} prompts that share nothing, {RUNNING} at a time"
+        self.pair(f"{test}: prompt and answer tokens", rates, "tokens/s")
+        self.pair(f"{test}: median time to the first token", first, "s")
 
     def decode(self, servers: dict[str, Server], contexts: list[int], batches: list[int], *, profiled: bool) -> None:
         for cell, times in decode.shared_cells(servers, self.vocabulary, contexts, batches, self.repeats):
@@ -203,7 +228,7 @@ def main() -> int:
     parser.add_argument(
         "--repeats", type=positive, default=5, help="runs of each server in turn, of which the median counts"
     )
-    parser.add_argument("--profile", action="store_true", help="kernel profiles of decode steps into the results")
+    parser.add_argument("--profile", action="store_true", help="kernel profiles into the results")
     parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks of every server")
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--commit", default="unknown")

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import belady  # noqa: E402
 import workloads  # noqa: E402
 from engine import Engine, Ids, Limits, Run  # noqa: E402
-from measure import Row, misses, summary, write  # noqa: E402
+from measure import Row, memories, misses, parts, positive, summary, write  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import Conversations, Request, TokenSource, Workload  # noqa: E402
 
@@ -242,26 +242,26 @@ def main() -> None:
     parser.add_argument("workload", nargs="+", help=f"{', '.join(workloads.PRESETS)}, or the path of a recording")
     parser.add_argument("--path", type=Path, help="recording for coding-agent or mooncake")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
-    parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
-    parser.add_argument("--limit", type=int, help="requests to take from the beginning")
+    parser.add_argument("--chats", type=positive, help="number of chats of short-chats (120)")
+    parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
     parser.add_argument(
         "--memory",
-        default="ample,third",
+        type=memories,
+        default=["ample", "third"],
         help="comma-separated: ample, third, a fraction of the distinct tokens, bytes",
     )
-    parser.add_argument("--share", help="comma-separated parts of that memory for snapshots, instead of the default")
-    parser.add_argument("--granule", type=int, default=0, help="bytes by which memory moves; 0: it does not")
-    parser.add_argument("--users", type=int, default=1, help="requests that run at once")
-    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of a step")
+    parser.add_argument("--share", type=parts, help="comma-separated parts of it for snapshots, instead of the default")
+    parser.add_argument("--granule", type=positive, default=0, help="bytes by which memory moves; 0: it does not")
+    parser.add_argument("--users", type=positive, default=1, help="requests that run at once")
+    parser.add_argument("--chunk", type=positive, default=8192, help="prompt tokens of a step")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     results = []
     try:
         for name in args.workload:
             built = workloads.build(name, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
-            shares = [float(share) for share in args.share.split(",")] if args.share else [None]
-            for memory in args.memory.split(","):
-                for share in shares:
+            for memory in args.memory:
+                for share in args.share or [None]:
                     how = {"users": args.users, "chunk": args.chunk, "share": share, "granule": args.granule}
                     results.append(simulate(built, memory, **how, progress=True))
     except (OSError, ValueError) as error:

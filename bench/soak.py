@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rivals import START_TIMEOUT_S, GpuLaunch, card, positive, text, vocabulary_of
+from measure import positive
+from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
 from sglang_dsv4.console import Progress
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import workloads  # noqa: E402
 from engine import Engine  # noqa: E402
-from measure import write  # noqa: E402
+from measure import memories, parts, positive, write  # noqa: E402
 from simulate import Simulation, flash, limits_for  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
@@ -67,18 +67,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload", nargs="*", default=[name for name in PRESETS if name != "mooncake"])
     parser.add_argument("--path", type=Path, help="recording for mooncake, which is then measured, too")
-    parser.add_argument("--memory", default="third", help="comma-separated, as for simulate.py")
-    parser.add_argument("--share", default="", help="comma-separated parts for snapshots, instead of the default")
-    parser.add_argument("--limit", type=int, help="requests to take from the beginning")
+    parser.add_argument("--memory", type=memories, default=["third"], help="comma-separated, as for simulate.py")
+    parser.add_argument("--share", type=parts, help="comma-separated parts for snapshots, instead of the default")
+    parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    shares = [float(share) for share in args.share.split(",")] if args.share else [None]
+    shares = args.share or [None]
     results = []
     try:
         for name in [*args.workload, *(["mooncake"] if args.path else [])]:
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, limit=args.limit)
-            results += [measure(built, memory, share) for memory in args.memory.split(",") for share in shares]
+            results += [measure(built, memory, share) for memory in args.memory for share in shares]
     except (OSError, ValueError) as error:
         sys.exit(f"standing: {error}")
     keys = ("workload", "memory", "share", "prompt_tokens", "standing_tokens", "saved_tokens", "saved_part")

@@ -29,7 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rivals import GpuLaunch, Pools, card, config_of, positive, same_kernels, text, together, vocabulary_of
+from measure import positive
+from rivals import GpuLaunch, Pools, card, config_of, same_kernels, text, together, vocabulary_of
 
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 

@@ -1,11 +1,12 @@
 // Rotates indexer queries, transforms them, rounds them like keys, and scales the head weights; contract in
-// sglang_dsv4/ops/index_query.py.
+// sglang_dsv4/ops/index_query.py. Either the rounded numbers come out, or the images that score_many multiplies.
 //
 // Half a warp a head: lane l holds channels 8 l .. 8 l + 7, so a load or store instruction moves whole 256-byte rows and
 // the upper eight lanes hold the rotated channels. A block serves heads of one token, which share its row of the table.
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
 #include "dsv4/grid.cuh"
+#include "dsv4/index_keys.cuh"
 
 namespace {
 
@@ -21,8 +22,8 @@ struct Params {
   const void* weights;
   const float* rope;
   const int64_t* positions;
-  void* out;  // [tokens, heads, 128]
-  float* out_weights;
+  void* out;           // [tokens, heads, 128], or images [tokens, image bytes]
+  float* out_weights;  // [tokens, heads], or of images [tokens, 64]
   int64_t q_token_stride, q_head_stride, weights_stride, rope_stride, rope_positions;
   double scale;
   int tokens, heads;
@@ -88,9 +89,68 @@ __device__ __forceinline__ float e2m1_round(float x) {
   return __uint_as_float(__float_as_uint(rounded) | (bits & 0x80000000u));
 }
 
-template <typename T, typename Layout, int kRounds>
+// A lane's channels of a head, rounded as keys are.
+template <typename Layout>
+__device__ __forceinline__ void round_as_key(float (&x)[8]) {
+  if constexpr (Layout::kDataBytes == IndexFp4::kDataBytes) {
+    const int code = fp4_scale_code(largest<kFp4Quant / 8>(x));
+    const float inverse = ue8m0_inverse(code), scale = ue8m0_decode(code);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(e2m1_round(__fmul_rn(x[i], inverse)), scale);
+  } else {
+    const float scale = __fdiv_rn(fmaxf(largest<kLanes>(x), kFp8AmaxFloor), kE4m3Max);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const unsigned codes = e4m3_encode4(__fdiv_rn(x[4 * j], scale), __fdiv_rn(x[4 * j + 1], scale),
+                                          __fdiv_rn(x[4 * j + 2], scale), __fdiv_rn(x[4 * j + 3], scale));
+      const float2 low = e4m3_decode2(codes), high = e4m3_decode2(codes >> 16);
+      x[4 * j] = __fmul_rn(low.x, scale), x[4 * j + 1] = __fmul_rn(low.y, scale);
+      x[4 * j + 2] = __fmul_rn(high.x, scale), x[4 * j + 3] = __fmul_rn(high.y, scale);
+    }
+  }
+}
+
+__device__ __forceinline__ float scaled_weight(const Params& p, int token, int head) {
+  const int64_t at = token * p.weights_stride + head;
+  if (p.weights_bits == 64) return static_cast<float>(__dmul_rn(static_cast<const double*>(p.weights)[at], p.scale));
+  const float narrow = p.weights_bits == 32 ? static_cast<const float*>(p.weights)[at]
+                                            : __bfloat162float(static_cast<const __nv_bfloat16*>(p.weights)[at]);
+  return __fmul_rn(narrow, static_cast<float>(p.scale));
+}
+
+template <typename Layout>
+__device__ __forceinline__ void store_rounded(const Params& p, int token, int head, int lane, const float (&x)[8]) {
+  const int64_t at = (static_cast<int64_t>(token) * p.heads + head) * kIndexDim + 8 * lane;
+  if constexpr (Layout::kDataBytes == IndexFp4::kDataBytes) {
+    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + at) =
+        make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+  } else {
+    float4* const target = reinterpret_cast<float4*>(static_cast<float*>(p.out) + at);
+    target[0] = make_float4(x[0], x[1], x[2], x[3]);
+    target[1] = make_float4(x[4], x[5], x[6], x[7]);
+  }
+}
+
+// A head's row of the token's image and its weight; zeros for a head that does not exist.
+template <typename Layout>
+__device__ __forceinline__ void store_image(const Params& p, int token, int head, int lane, const float (&x)[8]) {
+  const HeadScale<Layout> of(largest<kLanes>(x));
+  uint8_t* const image = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(token) * kImageBytes<true>;
+  const bool real = head < p.heads;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned codes = e4m3_encode4(of.code(x[4 * i]), of.code(x[4 * i + 1]), of.code(x[4 * i + 2]),
+                                        of.code(x[4 * i + 3]));
+    *reinterpret_cast<unsigned*>(image + e4m3_image_offset<Layout>(head, 8 * lane + 4 * i)) = real ? codes : 0u;
+  }
+  if (lane == 0) {
+    p.out_weights[static_cast<int64_t>(token) * kMaxHeads + head] =
+        real ? image_weight<false>(scaled_weight(p, token, head), of.scale) : 0.0f;
+  }
+}
+
+template <typename T, typename Layout, int kRounds, bool kImages>
 __global__ void __launch_bounds__(kThreads) index_query_kernel(const __grid_constant__ Params p) {
-  constexpr bool kIsFp4 = Layout::kDataBytes == IndexFp4::kDataBytes;
   grid_dependency_launch();
   grid_dependency_wait();
   const int lane = threadIdx.x % kLanes, token = blockIdx.x;
@@ -104,17 +164,8 @@ __global__ void __launch_bounds__(kThreads) index_query_kernel(const __grid_cons
     load8(static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + 8 * lane, x[i]);
   }
   const int scaled_head = block_head + threadIdx.x;
-  if (threadIdx.x < kHeads * kRounds && scaled_head < p.heads) {
-    const int64_t at = token * p.weights_stride + scaled_head;
-    float weight;
-    if (p.weights_bits == 64) {
-      weight = static_cast<float>(__dmul_rn(static_cast<const double*>(p.weights)[at], p.scale));
-    } else {
-      const float narrow = p.weights_bits == 32 ? static_cast<const float*>(p.weights)[at]
-                                                : __bfloat162float(static_cast<const __nv_bfloat16*>(p.weights)[at]);
-      weight = __fmul_rn(narrow, static_cast<float>(p.scale));
-    }
-    p.out_weights[static_cast<int64_t>(token) * p.heads + scaled_head] = weight;
+  if (!kImages && threadIdx.x < kHeads * kRounds && scaled_head < p.heads) {
+    p.out_weights[static_cast<int64_t>(token) * p.heads + scaled_head] = scaled_weight(p, token, scaled_head);
   }
 
   if (lane >= kLanes - kRopeDim / 8) {
@@ -138,68 +189,48 @@ __global__ void __launch_bounds__(kThreads) index_query_kernel(const __grid_cons
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     hadamard(x[i], lane);
+    round_as_key<Layout>(x[i]);
     const int head = first + i * kHeads;
-    const int64_t at = (static_cast<int64_t>(token) * p.heads + head) * kIndexDim + 8 * lane;
-    if constexpr (kIsFp4) {
-      const int code = fp4_scale_code(largest<kFp4Quant / 8>(x[i]));
-      const float inverse = ue8m0_inverse(code), scale = ue8m0_decode(code);
-      unsigned words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float low = e2m1_round(__fmul_rn(x[i][2 * j], inverse)), high = e2m1_round(__fmul_rn(x[i][2 * j + 1], inverse));
-        words[j] = pack_bf16(__fmul_rn(low, scale), __fmul_rn(high, scale));
-      }
-      if (head < p.heads) {
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + at) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-      }
-    } else {
-      const float scale = __fdiv_rn(fmaxf(largest<kLanes>(x[i]), kFp8AmaxFloor), kE4m3Max);
-      float4 rounded[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const unsigned codes =
-            e4m3_encode4(__fdiv_rn(x[i][4 * j], scale), __fdiv_rn(x[i][4 * j + 1], scale),
-                         __fdiv_rn(x[i][4 * j + 2], scale), __fdiv_rn(x[i][4 * j + 3], scale));
-        const float2 low = e4m3_decode2(codes), high = e4m3_decode2(codes >> 16);
-        rounded[j] = make_float4(__fmul_rn(low.x, scale), __fmul_rn(low.y, scale), __fmul_rn(high.x, scale),
-                                 __fmul_rn(high.y, scale));
-      }
-      if (head < p.heads) {
-        float4* const target = reinterpret_cast<float4*>(static_cast<float*>(p.out) + at);
-        target[0] = rounded[0];
-        target[1] = rounded[1];
-      }
+    if constexpr (kImages) {
+      store_image<Layout>(p, token, head, lane, x[i]);
+    } else if (head < p.heads) {
+      store_rounded<Layout>(p, token, head, lane, x[i]);
     }
   }
 }
 
 template <typename T, typename Layout>
-void launch_query(const TensorView& anchor, const Params& p) {
+void launch_query(const TensorView& anchor, const Params& p, bool images) {
   LaunchShape shape;
   shape.block = dim3(kThreads);
   shape.overlap = true;
-  const auto blocks = [&](int rounds) { return static_cast<unsigned>((p.heads + kHeads * rounds - 1) / (kHeads * rounds)); };
-  if (p.tokens <= kFewTokens) {
-    shape.grid = dim3(p.tokens, blocks(1));
-    launch(anchor, shape, index_query_kernel<T, Layout, 1>, p);
+  const auto grid = [&](int heads, int rounds) {
+    return dim3(p.tokens, static_cast<unsigned>((heads + kHeads * rounds - 1) / (kHeads * rounds)));
+  };
+  if (images) {
+    shape.grid = grid(kMaxHeads, 4);
+    launch(anchor, shape, index_query_kernel<T, Layout, 4, true>, p);
+  } else if (p.tokens <= kFewTokens) {
+    shape.grid = grid(p.heads, 1);
+    launch(anchor, shape, index_query_kernel<T, Layout, 1, false>, p);
   } else {
-    shape.grid = dim3(p.tokens, blocks(4));
-    launch(anchor, shape, index_query_kernel<T, Layout, 4>, p);
+    shape.grid = grid(p.heads, 4);
+    launch(anchor, shape, index_query_kernel<T, Layout, 4, false>, p);
   }
 }
 
 template <typename T>
-void launch_query(const TensorView& anchor, const Params& p, bool fp4) {
+void launch_query(const TensorView& anchor, const Params& p, bool fp4, bool images) {
   if (fp4) {
-    launch_query<T, IndexFp4>(anchor, p);
+    launch_query<T, IndexFp4>(anchor, p, images);
   } else {
-    launch_query<T, IndexFp8>(anchor, p);
+    launch_query<T, IndexFp8>(anchor, p, images);
   }
 }
 
+// With `images` the result is what score_many multiplies on Hopper, of 64 heads.
 void index_query(TensorView q, TensorView weights, TensorView rope, TensorView positions, TensorView out,
-                 TensorView out_weights, double scale, bool fp4) {
+                 TensorView out_weights, double scale, bool fp4, bool images) {
   const DeviceGuard guard(out);
   Params p = {};
   p.q = data_of<const void>(q);
@@ -218,9 +249,9 @@ void index_query(TensorView q, TensorView weights, TensorView rope, TensorView p
   p.heads = static_cast<int>(q.size(1));
   p.weights_bits = weights.dtype().bits;
   if (is_bf16(q)) {
-    launch_query<__nv_bfloat16>(out, p, fp4);
+    launch_query<__nv_bfloat16>(out, p, fp4, images);
   } else {
-    launch_query<float>(out, p, fp4);
+    launch_query<float>(out, p, fp4, images);
   }
 }
 

@@ -8,7 +8,7 @@
 //              host but the number of tokens. In dsv4/scores_few.cuh.
 // `score_planned`  the same where a plan says which requests share pages (Hopper). In dsv4/scores_shared.cuh.
 // `score_many` many queries a request (prefill): a block holds 256 keys in registers and streams the images of its
-//              queries past them; `make_images` wrote those once.
+//              queries past them; index_query or `make_images` wrote those once.
 #include "dsv4/check.h"
 #include "dsv4/scores_few.cuh"
 #include "dsv4/scores_shared.cuh"
@@ -90,9 +90,10 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
     const int entry = first_entry + i * kKeyTile;
     const int page = p.page_of(request, min(entry, most - 1) >> rows_shift);
     KeyShare<Layout> key;
-    key.load(p.keys, p.row_of(page, entry & ((1 << rows_shift) - 1)), lane);
+    constexpr bool kOwn = kHopper && KeyShare<Layout>::kOwnScale;
+    key.template load<kOwn>(p.keys, p.row_of(page, entry & ((1 << rows_shift) - 1)), lane);
     if constexpr (kHopper) {
-      operand_e4m3(key, lane, a[i], factor[i]);
+      operand_e4m3(key, SignedCodes{SignedCodes::kHalfSigns}, a[i], factor[i]);
     } else {
       operand_bf16(key, lane, a[i], factor[i]);
     }
@@ -174,13 +175,13 @@ __global__ void __launch_bounds__(kManyThreads, kHopper ? 2 : 1) score_many(cons
 // ---- host ----
 
 template <typename Layout, bool kHopper>
-void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool many) {
+void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool many, bool made) {
   LaunchShape shape;
   if (!many) {
     // Whole blocks a token where there are few: with equal lengths no block then meets two queries.
     const int blocks = multiprocessors(), tokens = p.meta.num_tokens;
     shape.grid = dim3(tokens > 0 && tokens <= blocks ? blocks / tokens * tokens : blocks);
-    shape.block = dim3(kFewThreads);
+    shape.block = dim3(kFewBlock<kHopper>);
     shape.dynamic_smem = kFewShared<Layout, kHopper>;
     shape.overlap = true;
     if constexpr (kHopper) {
@@ -192,9 +193,11 @@ void launch_scores(const TensorView& anchor, const ScoreParams<Layout>& p, bool 
     launch(anchor, shape, score_few<Layout, kHopper>, p);
     return;
   }
-  shape.grid = dim3(p.meta.num_tokens);
   shape.block = dim3(kManyThreads);
-  launch(anchor, shape, make_images<Layout, kHopper>, p);
+  if (!made) {
+    shape.grid = dim3(p.meta.num_tokens);
+    launch(anchor, shape, make_images<Layout, kHopper>, p);
+  }
   shape.grid = dim3((p.max_entries + kBlockKeys - 1) / kBlockKeys, p.meta.num_tokens / kQueryTile + p.meta.num_requests);
   shape.dynamic_smem = ManyShared<kHopper>::kBytes;
   launch(anchor, shape, score_many<Layout, kHopper>, p);
@@ -218,15 +221,16 @@ void score(const TensorView& q, const TensorView& weights, const TensorView& key
   p.heads = static_cast<int>(q.size(1));
   p.max_entries = static_cast<int>(out.size(1));
   p.q_bf16 = is_bf16(q);
-  const bool many = images.size(0) > 0;
+  const bool many = images.size(0) > 0, made = q.dtype().bits == 8;
   if (hopper && DSV4_ARCH == 90) {
-    launch_scores<Layout, DSV4_ARCH == 90>(out, p, many);
+    launch_scores<Layout, DSV4_ARCH == 90>(out, p, many, made);
   } else {
-    launch_scores<Layout, false>(out, p, many);
+    launch_scores<Layout, false>(out, p, many, made);
   }
 }
 
-// `images` and `image_weights` hold no rows where each request has few tokens, a plan none where there is no plan.
+// `images` and `image_weights` hold no rows where each request has few tokens, a plan none where there is no plan. A `q` of
+// bytes is `images` itself, made by index_query.
 void index_scores(TensorView q, TensorView weights, TensorView keys, TensorView out, TensorView images,
                   TensorView image_weights, TensorView cost_before, TensorView shared, TensorView members, bool fp4,
                   bool hopper, DSV4_META_PARAMS) {

@@ -34,7 +34,9 @@ struct Params {
   StepMeta meta;
   const float* scores;
   int32_t* out;
+  const int32_t* first;  // [tokens], what is added to a token's ids, or null
   int64_t stride;
+  int64_t out_stride;
   int width;
   int topk;
   bool physical;
@@ -52,12 +54,18 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
 // -inf for NaN.
 __device__ __forceinline__ float number(float x) { return fmaxf(x, -INFINITY); }
 
+// What stands for entry `id` in a token's result; `first` is the token's.
+__device__ __forceinline__ int stored_as(const Params& p, int request, int first, int id) {
+  return p.physical ? static_cast<int>(p.meta.entry_row(request, id, kCsaShift)) : first + id;
+}
+__device__ __forceinline__ int first_of(const Params& p, int token) { return p.first != nullptr ? p.first[token] : 0; }
+
 struct Shared {
   int list[kList];  // ids of survivors
   int values[2][32];
   unsigned lows[32], highs[32];
   int part_values[2][kMaxCluster];
-  unsigned part_lows[kMaxCluster], part_highs[kMaxCluster], part_alone[kMaxCluster];
+  unsigned part_lows[kMaxCluster], part_highs[kMaxCluster];
 };
 
 // Sums and extremes over the threads that share a row, with kClustered those of several blocks. Every call has one
@@ -112,20 +120,19 @@ struct Team {
     high = __reduce_max_sync(kFullMask, lane < kWarps ? shared.highs[lane] : 0u);
   }
 
-  // The lowest `low`, the highest `high` and `alone` of the row's blocks, whose threads agree. Once a row.
-  __device__ __forceinline__ void part_extremes(unsigned& low, unsigned& high, unsigned& alone) {
+  // The same over the row's blocks, whose threads agree. Once a row.
+  __device__ __forceinline__ void part_extremes(unsigned& low, unsigned& high) {
+    if (parts() == 1) return;
     if (static_cast<int>(threadIdx.x) < blocks) {
       const auto store = [&](unsigned& cell, unsigned value) {
         hopper::cluster_store(hopper::cluster_address(shared_address(&cell), threadIdx.x), static_cast<int>(value));
       };
       store(shared.part_lows[part], low);
       store(shared.part_highs[part], high);
-      store(shared.part_alone[part], alone);
     }
     hopper::cluster_sync();
     low = __reduce_min_sync(kFullMask, lane < blocks ? shared.part_lows[lane] : 0xffffffffu);
     high = __reduce_max_sync(kFullMask, lane < blocks ? shared.part_highs[lane] : 0u);
-    alone = __reduce_max_sync(kFullMask, lane < blocks ? shared.part_alone[lane] : 0u);
   }
 };
 
@@ -136,8 +143,9 @@ struct Range {
 
   __device__ __forceinline__ bool open() const { return low < high; }
   __device__ __forceinline__ unsigned middle() const { return low + ((high - low + 1) >> 1); }
-  // `count` reach `at`, which lies above `low`. True where that is at least `wanted`.
-  __device__ __forceinline__ bool cut(unsigned at, int count, int wanted) {
+  // `count` reach the middle. True where that is at least `wanted`.
+  __device__ __forceinline__ bool halve(int count, int wanted) {
+    const unsigned at = middle();
     if (count >= wanted) {
       low = at;
       return true;
@@ -153,14 +161,14 @@ struct Range {
 template <int kPer, typename Team>
 __device__ __forceinline__ void select_listed(const Params& p, Team& team, int token, int request, int n, int per,
                                               unsigned (&key)[kPer], const int (&id)[kPer], Range range) {
-  const int lane = team.lane, topk = p.topk, first = static_cast<int>(threadIdx.x) * per;
+  const int lane = team.lane, topk = p.topk, first = static_cast<int>(threadIdx.x) * per, base = first_of(p, token);
   int stored[kPer];
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     const bool real = i < per && first + i < n;
     if (!real) key[i] = 0;  // below every number's
-    stored[i] = id[i];      // under way while the search goes on
-    if (p.physical && real) stored[i] = static_cast<int>(p.meta.entry_row(request, id[i], kCsaShift));
+    stored[i] = 0;
+    if (real) stored[i] = stored_as(p, request, base, id[i]);  // under way while the search goes on
   }
 
   int reach = n;  // that reach range.low
@@ -175,7 +183,7 @@ __device__ __forceinline__ void select_listed(const Params& p, Team& team, int t
       for (int i = 0; i < kPer; ++i) own += key[i] >= middle;
       count = team.block_sum(own).total;
     }
-    if (range.cut(middle, count, topk)) reach = count;
+    if (range.halve(count, topk)) reach = count;
   }
   const unsigned kth = range.low;
   const int wanted = reach == topk ? topk : topk - range.above;  // of those that equal it, at most
@@ -186,7 +194,7 @@ __device__ __forceinline__ void select_listed(const Params& p, Team& team, int t
   const int upto = inclusive_sum(own, lane);
   const int before = team.block_sum(own).before + upto - own;
   int higher = before & 0xffff, equal = before >> 16;
-  int32_t* const out = p.out + static_cast<int64_t>(token) * topk;
+  int32_t* const out = p.out + token * p.out_stride;
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     const int place = higher + min(equal, wanted);
@@ -321,7 +329,8 @@ struct Survivors {
   // A range that holds the k-th score, by witnesses: each thread's highest score, and its second where half as many
   // witnesses would be too few.
   __device__ __forceinline__ Range witnessed() {
-    const bool pairs = topk > kThreads / 2;
+    const int share = (topk + team.parts() - 1) / team.parts();  // of each block; together they witness topk
+    const bool pairs = share > kThreads / 2;
     float high = -INFINITY, second = -INFINITY;
     int held = 0;
     for (int round = 0; round < rounds; ++round) {
@@ -340,26 +349,18 @@ struct Survivors {
     }
     const int own = min(held, pairs ? 2 : 1);
     const unsigned high_key = ordered(high), second_key = ordered(second);
-    unsigned lowest = own > 1 ? second_key : own ? high_key : 0xffffffffu, highest = high_key;
-    team.extremes(lowest, highest);
-    const int witnesses = team.block_sum(own).total;
-    // What at least `wanted` of the block's witnesses reach, not far below the wanted-th.
-    const auto reached_by = [&](int wanted) {
-      Range range = {witnesses < wanted ? kLowest : lowest, highest};
-      while (range.open()) {
-        const unsigned middle = range.middle();
-        int count = __syncthreads_count(high_key >= middle);
-        if (pairs) count += __syncthreads_count(second_key >= middle);
-        if (range.cut(middle, count, wanted) && count <= wanted + wanted / 8) break;
-      }
-      return range.low;
-    };
-    if (team.parts() == 1) return {reached_by(topk), highest};
-    // Two bounds: what a share of topk reaches in every part, and what topk reach in one, for rows whose best scores stand
-    // side by side.
-    unsigned low = reached_by((topk + team.parts() - 1) / team.parts()), alone = reached_by(topk);
-    team.part_extremes(low, highest, alone);
-    return {max(low, alone), highest};
+    Range range = {own > 1 ? second_key : own ? high_key : 0xffffffffu, high_key};
+    team.extremes(range.low, range.high);
+    unsigned highest = range.high;
+    if (team.block_sum(own).total < share) range.low = kLowest;
+    while (range.open()) {
+      const unsigned middle = range.middle();
+      int count = __syncthreads_count(high_key >= middle);
+      if (pairs) count += __syncthreads_count(second_key >= middle);
+      if (range.halve(count, share) && count <= share + share / 8) break;
+    }
+    team.part_extremes(range.low, highest);
+    return {range.low, highest};
   }
 
   // Halves `range` until no more than kList scores reach its low end, or it holds one value. Returns how many do.
@@ -374,12 +375,10 @@ struct Survivors {
       return team.sum(own);
     };
     auto listed = count(range.low, mask);
-    unsigned at = range.low + 1;  // first, as many equal scores are what mostly exceeds the list
     while (listed.total > kList && range.open()) {
       unsigned reached = 0;
-      const auto counted = count(at, reached);
-      if (range.cut(at, counted.total, topk)) listed = counted, mask = reached;
-      at = range.middle();
+      const auto counted = count(range.middle(), reached);
+      if (range.halve(counted.total, topk)) listed = counted, mask = reached;
     }
     return listed;
   }
@@ -466,10 +465,10 @@ __device__ __forceinline__ int visible_of(const Params& p, int token, int reques
 // A row of no more than topk entries.
 template <int kThreads>
 __device__ __forceinline__ void select_all(const Params& p, int token, int request, int visible) {
-  int32_t* const out = p.out + static_cast<int64_t>(token) * p.topk;
+  int32_t* const out = p.out + token * p.out_stride;
+  const int base = first_of(p, token);
   for (int i = threadIdx.x; i < p.topk; i += kThreads) {
-    const int stored = p.physical && i < visible ? static_cast<int>(p.meta.entry_row(request, i, kCsaShift)) : i;
-    out[i] = i < visible ? stored : -1;
+    out[i] = i < visible ? stored_as(p, request, base, i) : -1;
   }
 }
 
@@ -559,13 +558,16 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   launch(out, shape, topk_kernel<kThreads, kLong, kClustered>, p, cluster);
 }
 
-void index_topk(TensorView scores, TensorView out, bool physical, DSV4_META_PARAMS) {
+// `first` holds no element where nothing is added to ids.
+void index_topk(TensorView scores, TensorView out, TensorView first, bool physical, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
   Params p = {};
   p.meta = DSV4_META;
   p.scores = data_of<const float>(scores);
   p.out = data_of<int32_t>(out);
+  p.first = first.size(0) > 0 ? data_of<const int32_t>(first) : nullptr;
   p.stride = scores.stride(0);
+  p.out_stride = out.stride(0);
   p.width = static_cast<int>(scores.size(1));
   p.topk = static_cast<int>(out.size(1));
   p.physical = physical;

@@ -339,6 +339,35 @@ def test_topk_equals_a_stable_sort_around_every_bound(entries):
         assert got[t].tolist() == sorted(best) + [-1] * (topk - len(best))
 
 
+def test_topk_of_workspace_rows_adds_where_a_requests_entries_begin_and_writes_in_place():
+    stage = Stage(geometry())
+    step = stage.step([stage.admit(), stage.admit()], [40, 24])
+    scores = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
+    want = stage.ops.index_topk(scores, step.meta, topk=4, physical=False)
+    first = torch.tensor([300] * 40 + [900] * 24, dtype=torch.int32)
+    wide = torch.full((64, 12), 77, dtype=torch.int32)
+    got = stage.ops.index_topk(scores, step.meta, topk=4, physical=False, first=first, out=wide[:, 5:9])
+    assert got.data_ptr() == wide[:, 5:].data_ptr()
+    assert torch.equal(got, torch.where(want >= 0, want + first[:, None], want))
+    assert bool((wide[:, :5] == 77).all()) and bool((wide[:, 9:] == 77).all())
+
+
+@pytest.mark.parametrize("room", [0, 24, 128])
+def test_index_rows_are_padded_to_what_the_prefill_kernel_takes(room):
+    """Otherwise every layer copies them."""
+    stage = Stage(geometry())
+    step = stage.step([stage.admit(), stage.admit()], [40, 24])
+    plan = step.plan(4)
+    indices = plan.indices(step.meta, room=room)
+    assert indices.shape[1] % 128 == 0 and indices.shape[1] >= 128 + room and indices.dtype == torch.int32
+    assert torch.equal(indices[:, :128], plan.window_indices(step.meta))
+    assert bool((indices[:, 128:] == -1).all())
+    ids = torch.arange(10, dtype=torch.int32).expand(64, 10)
+    entries = plan.indices(step.meta, ids)
+    assert torch.equal(entries[:, 128:138], plan.first_entries(step.meta)[:, None] + ids)
+    assert entries.shape[1] == 256 and bool((entries[:, 138:] == -1).all())
+
+
 def test_topk_never_reads_scores_of_invisible_entries():
     stage = Stage(geometry())
     step = stage.step([stage.admit()], [40])

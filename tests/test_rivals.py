@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +19,14 @@ import pytest
 import soak
 import swap
 import workloads
-from rivals import GpuLaunch, Pools, positive, same_kernels, together
+from measure import positive
+from rivals import GpuLaunch, Pools, same_kernels, together
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dsv4.serving import Launch, ServerError
 from sglang_dsv4.switches import CHECK_RANKS
+
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def parsed(launch):
@@ -175,3 +181,65 @@ def test_counts_are_whole_numbers_above_zero(wrong):
 def test_a_preset_s_factor_and_number_are_told_with_its_name(wrong):
     with pytest.raises(ValueError, match=f"'{wrong}'"):
         compare.workload(wrong, None, None, None)
+
+
+def resumed(tmp_path, text):
+    """A comparison that goes on with a result file of that text."""
+    out = tmp_path / "compare.json"
+    out.write_text(text)
+    shutil.copy(CONFIGS / "v4_flash.json", tmp_path / "config.json")
+    setting = {name: value for name, value in SETTING.items() if name != "passes"}
+    return compare.Bench(argparse.Namespace(model=tmp_path, resume=True, out=out, **setting))
+
+
+ROW = {"workload": "short-chats", "system": "ours", "commit": "abc"}
+SETTING = {"users": 16, "tokens": 200_000, "chats": 120, "answers": 32, "passes": compare.PASSES}
+
+
+def test_a_comparison_goes_on_with_rows_of_its_own_setting(tmp_path):
+    stopped = ROW | {"system": "in-tree", "stopped": "too long"}
+    kept = {"setting": SETTING, "runs": [ROW, stopped], "start_s": {"ours": 1.0}, "kernels": {}}
+    bench = resumed(tmp_path, json.dumps(kept))
+    assert bench.rows == [ROW] and bench.starts == {"ours": 1.0}
+    assert bench.has("short-chats", "ours") and not bench.has("short-chats", "in-tree")
+
+
+@pytest.mark.parametrize(
+    "text,told",
+    [
+        ("[]", "is not a result"),
+        ("{", "is not a result"),
+        (json.dumps({"setting": SETTING, "runs": 7}), "is not a result"),
+        ("{}", "was measured with None"),
+        (json.dumps({"setting": SETTING | {"passes": 1}, "runs": [ROW]}), "was measured with"),
+        (json.dumps({"setting": SETTING, "runs": [{"x": 1}]}), "rows without"),
+    ],
+)
+def test_a_comparison_refuses_what_does_not_belong_beside_its_rows(tmp_path, text, told):
+    with pytest.raises(ValueError, match=told) as error:
+        resumed(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+WRONG_OPTIONS = [
+    ("moving", ["--lot", "x"]),
+    ("moving", ["--lot", "0"]),
+    ("moving", ["--floor", "7"]),
+    ("moving", ["--floor", "nan"]),
+    ("moving", ["--limit", "-3"]),
+    ("moving", ["--memory", "foo"]),
+    ("moving", ["--memory", ","]),
+    ("simulate", ["--chats", "0"]),
+    ("simulate", ["--share", "2"]),
+    ("simulate", ["--memory", "-1"]),
+    ("standing", ["--limit", "0"]),
+]
+
+
+@pytest.mark.parametrize("name,option", WRONG_OPTIONS, ids=[f"{n} {' '.join(o)}" for n, o in WRONG_OPTIONS])
+def test_an_option_that_cannot_be_meant_is_named(name, option, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "short-chats", *option])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and f"argument {option[0]}" in told

@@ -26,6 +26,7 @@ from sglang_dsv4.geometry import (
     RowLayout,
 )
 from sglang_dsv4.ops import flash_mla, jit
+from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.meta import StepMeta
 from sglang_dsv4.ops.sparse_attention import sparse_attention_cuda
@@ -117,7 +118,7 @@ def score_cases(device: torch.device) -> Iterator[Case]:
             if (batch, name) != (256, "128K") and wanted("index_scores", _scores_shape(layout, batch, name)):
                 yield _scores(layout, batch, name, device, deep_gemm, reason)
     if wanted("index_scores", CHUNK_SHAPE):
-        yield _prefill_scores(device)
+        yield from _prefill_scores(device)
 
 
 CHUNK_SHAPE = "mxfp4 chunk of 8192 at 32K"
@@ -191,19 +192,22 @@ def paged_logits(
     return run
 
 
-def _prefill_scores(device: torch.device) -> Case:
+def _prefill_scores(device: torch.device) -> Iterator[Case]:
     tokens, context = 8192, CONTEXTS["32K"]
     entries, codec = context // CSA_RATIO, index_codec(INDEX_FP4)
     meta, pool = step(1, context, device, tokens), key_pool(INDEX_FP4, entries // GROUP_ROWS, device)
-    q = codec.round_trip(hadamard(torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=device))).bfloat16()
+    raw = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=device).bfloat16()
     weights = torch.randn(tokens, INDEX_HEADS, device=device)
+    rope = torch.randn(1, ROPE_DIM, device=device)
     pairs = sum((p + 1) // CSA_RATIO for p in range(context - tokens, context))
+    for label, many in (("", False), (", operands given", True)):
+        q, w = index_query_cuda(raw, weights, rope, meta.positions, codec=codec, scale=1.0, many=many)
 
-    def run(_: int) -> Tensor:
-        return index_scores_cuda(q, weights, pool, meta, codec=codec, max_entries=entries)
+        def run(_: int, q: Tensor = q, w: Tensor = w) -> Tensor:
+            return index_scores_cuda(q, w, pool, meta, codec=codec, max_entries=entries)
 
-    num_bytes = 4 * pairs + q.numel() * 2 + pool.numel()
-    return Case("index_scores", CHUNK_SHAPE, num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
+        num_bytes = 4 * pairs + q.numel() * q.element_size() + pool.numel()
+        yield Case("index_scores", CHUNK_SHAPE + label, num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
 
 
 # sparse_attention

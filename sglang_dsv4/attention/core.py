@@ -20,10 +20,12 @@ from torch import Tensor
 from sglang_dsv4.attention.lanes import ENTRIES, INDEX, WINDOW, Lanes, NoLanes
 from sglang_dsv4.cache.handle import CacheHandle, LayerCache
 from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, HEAD_DIM
+from sglang_dsv4.geometry import WINDOW as WINDOW_ROWS
 from sglang_dsv4.ops.append_window import WindowNorm
 from sglang_dsv4.ops.decode_rows import DecodeRows
 from sglang_dsv4.ops.dispatch import Operations
 from sglang_dsv4.ops.flush import CompressorParams
+from sglang_dsv4.ops.index_scores import many_queries
 from sglang_dsv4.ops.meta import StepMeta, Workspace, all_entry_ids
 from sglang_dsv4.ops.score_plan import ScorePlan
 
@@ -219,17 +221,29 @@ def _choose(
     cache: LayerCache,
     step: Step,
     *,
-    physical: bool,
+    first: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """int32 [N, k] entries that a CSA layer's tokens attend to: pool rows, or ids in the request."""
+    """int32 [N, k] entries that a CSA layer's tokens attend to: pool rows, or with `first`, int32 [N], workspace rows.
+
+    `first` is the workspace row of the first entry of each token's request; `out`, int32 [N, k], takes the result.
+    """
     raw_weights, scale = head_weights
     query, weights = step.ops.index_query(
-        x.index_query(), raw_weights, params.rope, step.meta.positions, codec=cache.index_codec, scale=scale
+        x.index_query(),
+        raw_weights,
+        params.rope,
+        step.meta.positions,
+        codec=cache.index_codec,
+        scale=scale,
+        many=many_queries(step.meta),
     )
     width = step.max_seq_len // CSA_RATIO
-    chosen = []
-    for start, stop in _score_slices(step, width):
-        meta = step.meta if stop - start == step.meta.num_tokens else step.meta.tokens(start, stop)
+    tokens, slices = step.meta.num_tokens, _score_slices(step, width)
+    if out is None and len(slices) > 1:
+        out = torch.empty(tokens, params.index_topk, dtype=torch.int32, device=query.device)
+    for start, stop in slices:
+        meta = step.meta if stop - start == tokens else step.meta.tokens(start, stop)
         scores = step.ops.index_scores(
             query[start:stop],
             weights[start:stop],
@@ -239,8 +253,15 @@ def _choose(
             max_entries=width,
             plan=step.scoring,
         )
-        chosen.append(step.ops.index_topk(scores, meta, topk=params.index_topk, physical=physical))
-    entries = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+        entries = step.ops.index_topk(
+            scores,
+            meta,
+            topk=params.index_topk,
+            physical=first is None,
+            first=None if first is None else first[start:stop],
+            out=None if out is None else out[start:stop],
+        )
+    entries = entries if out is None else out
     if step.chose is not None:
         step.chose(params.layer_id, entries)
     return entries
@@ -271,7 +292,7 @@ def _decode(params: LayerParams, x: Projections, cache: LayerCache, step: Step) 
         step.ops.append_window(cache.window, kv, step.meta, codec=cache.codec, norm=norm)
     if chooses:
         with lanes.lane(INDEX, after=ENTRIES):
-            rows = _choose(params, x, head_weights, cache, step, physical=True)
+            rows = _choose(params, x, head_weights, cache, step)
     elif entries is not None:
         rows, lens = step.dense_entry_rows(params.ratio)
     window_rows = step.window_rows()
@@ -303,18 +324,24 @@ def _prefill(params: LayerParams, x: Projections, cache: LayerCache, step: Step)
     workspace = step.workspace(plan.num_rows, dtype)
     step.ops.gather(workspace, cache.window, kv, cache.entries, step.meta, plan, ratio=params.ratio, codec=cache.codec)
     step.ops.append_window(cache.window, kv, step.meta, codec=cache.codec)
-    indices = step.shared(("window", params.ratio), lambda: plan.window_indices(step.meta))
-    if params.ratio and step.max_seq_len >= params.ratio:
-        indices = torch.cat([indices, _prefill_entries(params, x, cache, step, plan)], dim=1)
+    indices = _prefill_indices(params, x, cache, step, plan)
     return step.ops.sparse_prefill(
         x.query(), workspace, indices, params.sink, params.rope, step.meta.positions, scale=params.scale
     )
 
 
-def _prefill_entries(params: LayerParams, x: Projections, cache: LayerCache, step: Step, plan: Workspace) -> Tensor:
-    """int32 [N, K] workspace rows of the entries that each token attends to, -1 masked."""
-    if params.ratio == CSA_RATIO:
-        return plan.entry_indices(step.meta, _choose(params, x, x.head_weights(), cache, step, physical=False))
-    return step.shared(
-        ("entries", params.ratio), lambda: plan.entry_indices(step.meta, step.dense_entry_ids(params.ratio))
-    )
+def _prefill_indices(params: LayerParams, x: Projections, cache: LayerCache, step: Step, plan: Workspace) -> Tensor:
+    """int32 [N, K] workspace rows that each token attends to, -1 masked.
+
+    The layers of a kind share one tensor. Those of CSA write what they choose into it, each for itself.
+    """
+    ratio, meta = params.ratio, step.meta
+    if not ratio or step.max_seq_len < ratio:
+        return step.shared(("indices", ratio), lambda: plan.indices(meta))
+    if ratio != CSA_RATIO:
+        return step.shared(("indices", ratio), lambda: plan.indices(meta, step.dense_entry_ids(ratio)))
+    topk = params.index_topk
+    indices = step.shared(("indices", ratio, topk), lambda: plan.indices(meta, room=topk))
+    first = step.shared(("first entries", ratio), lambda: plan.first_entries(meta))
+    _choose(params, x, x.head_weights(), cache, step, first=first, out=indices[:, WINDOW_ROWS : WINDOW_ROWS + topk])
+    return indices

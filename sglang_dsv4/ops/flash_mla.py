@@ -19,10 +19,10 @@ from torch import Tensor
 
 from sglang_dsv4.geometry import GROUP_ROWS, HEAD_DIM, MAIN_FP8
 from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.meta import INDEX_MULTIPLE
 
 HEADS = (64, 128)
-INDEX_MULTIPLE = 64
-PREFILL_MULTIPLE = 128
+DECODE_MULTIPLE = 64
 # Wider index rows are worth their lengths: the narrow ones of CSA are full once a context passes a few pages.
 FULL_WIDTH = 1024
 
@@ -49,7 +49,7 @@ def _cache(pool: Tensor) -> Tensor:
     return pool.as_strided((pool.shape[0], GROUP_ROWS, 1, row), (stride, row, row, 1))
 
 
-def _padded(rows: Tensor, multiple: int = INDEX_MULTIPLE) -> Tensor:
+def _padded(rows: Tensor, multiple: int = DECODE_MULTIPLE) -> Tensor:
     """int32 [N, 1, K'] of int [N, K]: K' is a multiple of `multiple`, -1 behind."""
     rows = rows.int()
     short = -rows.shape[1] % multiple
@@ -152,7 +152,7 @@ def prefill(
     out = module().flash_mla_sparse_fwd(
         q,
         workspace.unsqueeze(1),
-        _padded(indices, PREFILL_MULTIPLE),
+        _padded(indices, INDEX_MULTIPLE),
         scale,
         HEAD_DIM,
         sink,

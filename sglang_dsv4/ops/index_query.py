@@ -10,12 +10,18 @@ from sglang_dsv4.geometry import INDEX_DIM, INDEX_FP4, INDEX_FP8, ROPE_DIM
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.checks import FLOATS, Check
 from sglang_dsv4.ops.flush import rotate
-
-MAX_HEADS = 64
+from sglang_dsv4.ops.index_scores import MAX_HEADS, image_bytes
 
 
 def index_query(
-    q: Tensor, weights: Tensor, rope: Tensor, positions: Tensor, *, codec: RowCodec, scale: float
+    q: Tensor,
+    weights: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    *,
+    codec: RowCodec,
+    scale: float,
+    many: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Queries rotated, Hadamard-transformed and rounded like keys, and weights times `scale`.
 
@@ -23,6 +29,7 @@ def index_query(
     weights    float [N, heads], as the projection left them
     rope       float32 [positions, 64], cos of 32 pairs then sin, of the layer's own base
     positions  int64 [N]; padded tokens have any row of the table, position 0 by custom
+    many       `many_queries` of the step: what comes back may then be in a form of its own that `index_scores` takes
     Returns float [N, heads, 128] (here float32; any type that holds every rounded value) and float32 [N, heads].
 
     The result is fixed to the bit, given q: the rotation is in float32, each product and each sum rounded once;
@@ -36,13 +43,21 @@ def index_query(
 
 
 def index_query_cuda(
-    q: Tensor, weights: Tensor, rope: Tensor, positions: Tensor, *, codec: RowCodec, scale: float
+    q: Tensor,
+    weights: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    *,
+    codec: RowCodec,
+    scale: float,
+    many: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """CUDA face of `index_query`: one launch, no workspace; the reference's numbers to the bit for finite queries.
 
     Queries of MXFP4 keys come back in bfloat16, which holds an e2m1 number times a power of two exactly; those of FP8
     keys carry a float32 scale and come back in float32. At most 64 heads. A position past the table turns like its
-    last row. Raises ValueError for an argument that the kernel cannot take.
+    last row. With `many` on Hopper: the operands of `index_scores` made of those numbers, uint8 [N, 8192], and float32
+    [N, 64]. Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("index_query")
     check.codec("codec", codec, (INDEX_FP4, INDEX_FP8))
@@ -55,10 +70,13 @@ def index_query_cuda(
         raise check.fail("rope", "an empty table", "a table of at least one position")
     check.tensor("positions", positions, torch.int64, ("tokens",))
     device = check.cuda()
-    exact = torch.bfloat16 if codec.layout == INDEX_FP4 else torch.float32
-    query = q.new_empty(q.shape, dtype=exact)
-    scaled = q.new_empty(q.shape[:2], dtype=torch.float32)
-    jit.function("index_query", "index_query", device)(
-        q, weights, rope, positions, query, scaled, float(scale), codec.layout == INDEX_FP4
-    )
+    fp4, images = codec.layout == INDEX_FP4, many and jit.architecture(device) == "90a"
+    if images:
+        query = q.new_empty((q.shape[0], image_bytes(True)), dtype=torch.uint8)
+        scaled = q.new_empty((q.shape[0], MAX_HEADS), dtype=torch.float32)
+    else:
+        query = q.new_empty(q.shape, dtype=torch.bfloat16 if fp4 else torch.float32)
+        scaled = q.new_empty(q.shape[:2], dtype=torch.float32)
+    run = jit.function("index_query", "index_query", device)
+    run(q, weights, rope, positions, query, scaled, float(scale), fp4, images)
     return query, scaled

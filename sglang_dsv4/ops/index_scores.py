@@ -25,6 +25,16 @@ FEW_TOKENS = 1024
 FEW_TOKENS_PER_REQUEST = 8
 
 
+def many_queries(meta: StepMeta) -> bool:
+    """Whether a step has so many tokens a request that each key meets many queries at once, as in prefill."""
+    return meta.num_tokens > FEW_TOKENS or meta.num_tokens > FEW_TOKENS_PER_REQUEST * meta.num_requests
+
+
+def image_bytes(hopper: bool) -> int:
+    """Bytes of a token's query as operands of the kernel for many queries: e4m3 on Hopper, bfloat16 elsewhere."""
+    return MAX_HEADS * INDEX_DIM * (1 if hopper else 2)
+
+
 def index_scores(
     q: Tensor,
     weights: Tensor,
@@ -85,23 +95,29 @@ def index_scores_cuda(
     Decode is one launch without workspace; on Hopper, with a `plan`, it reads keys that requests share once for up to
     eight of them. Scores are the same bit for bit with a plan and without.
     A step of more than 8 tokens a request on average, or of more than 1,024 tokens, is two launches and allocates
-    8.25 KiB a token (16.25 KiB with `portable`).
+    8.25 KiB a token (16.25 KiB with `portable`). With the uint8 images and float32 [N, 64] weights that
+    `index_query_cuda` gives for such a step it is one launch and allocates nothing but its result.
     Raises ValueError for an argument that the kernel cannot take.
     """
     check = Check("index_scores")
     check.codec("codec", codec, (INDEX_FP4, INDEX_FP8))
     fields = check.meta(meta)
-    check.tensor("q", q, FLOATS, ("tokens", "heads", INDEX_DIM), strided=1, align=16)
-    if not 0 < q.shape[1] <= MAX_HEADS:
-        raise check.fail("q", f"of {q.shape[1]} heads", f"of 1 to {MAX_HEADS} heads")
-    check.tensor("weights", weights, torch.float32, ("tokens", "heads"), strided=1)
+    made = q.dtype == torch.uint8
+    if made:
+        check.tensor("q", q, torch.uint8, ("tokens", image_bytes(True)), align=16)
+        check.tensor("weights", weights, torch.float32, ("tokens", MAX_HEADS), align=16)
+    else:
+        check.tensor("q", q, FLOATS, ("tokens", "heads", INDEX_DIM), strided=1, align=16)
+        if not 0 < q.shape[1] <= MAX_HEADS:
+            raise check.fail("q", f"of {q.shape[1]} heads", f"of 1 to {MAX_HEADS} heads")
+        check.tensor("weights", weights, torch.float32, ("tokens", "heads"), strided=1)
     check.pool("index_keys", index_keys, codec.layout)
     if not 0 < max_entries < 2**31 - 256:
         raise check.fail("max_entries", repr(max_entries), "a positive number of entries below 2^31 - 256")
     if index_keys.shape[0] == 0:
         raise check.fail("index_keys", "an empty pool", "a pool of at least one group")
     tokens = meta.num_tokens
-    many = tokens > FEW_TOKENS or tokens > FEW_TOKENS_PER_REQUEST * meta.num_requests
+    many = made or many_queries(meta)
     if plan is None or many:
         plan = ScorePlan.none(q.device)
     else:
@@ -112,9 +128,14 @@ def index_scores_cuda(
     if tokens == 0:
         return out
     hopper = not portable and jit.architecture(device) == "90a"
-    rows = tokens if many else 0
-    images = q.new_empty((rows, MAX_HEADS * INDEX_DIM * (1 if hopper else 2)), dtype=torch.uint8)
-    image_weights = q.new_empty((rows, MAX_HEADS), dtype=torch.float32)
+    if made:
+        if not hopper:
+            raise check.fail("q", "images of e4m3", "numbers: this kernel multiplies bfloat16")
+        images, image_weights = q, weights
+    else:
+        rows = tokens if many else 0
+        images = q.new_empty((rows, image_bytes(hopper)), dtype=torch.uint8)
+        image_weights = q.new_empty((rows, MAX_HEADS), dtype=torch.float32)
     run = jit.function("index_scores", "index_scores", device)
     planned = (plan.cost_before, plan.shared, plan.members)
     run(q, weights, index_keys, out, images, image_weights, *planned, codec.layout == INDEX_FP4, hopper, *fields)

@@ -94,6 +94,10 @@ class StepMeta:
         return torch.where(valid, rows, torch.full_like(rows, -1))
 
 
+# FlashMLA's prefill takes index rows of whole multiples; others would be copied in every layer.
+INDEX_MULTIPLE = 128
+
+
 @dataclass
 class Workspace:
     """Dense rows of one prefill step, per request `[history 128 | this step's tokens | entries]`.
@@ -135,11 +139,24 @@ class Workspace:
         rows = self.token_rows(meta, wanted)
         return torch.where(valid, rows, torch.full_like(rows, -1)).int()
 
+    def first_entries(self, meta: StepMeta) -> Tensor:
+        """int32 [N]: workspace row of the first entry of each token's request."""
+        return self.token_rows(meta, meta.of_token(meta.seq_lens)).int()
+
     def entry_indices(self, meta: StepMeta, entry_ids: Tensor) -> Tensor:
         """int32 [N, K]: workspace rows of logical entry ids, -1 kept."""
-        first = self.token_rows(meta, meta.of_token(meta.seq_lens))
-        rows = first[:, None] + entry_ids.long()
+        rows = self.first_entries(meta)[:, None] + entry_ids
         return torch.where(entry_ids >= 0, rows, torch.full_like(rows, -1)).int()
+
+    def indices(self, meta: StepMeta, entry_ids: Tensor | None = None, *, room: int = 0) -> Tensor:
+        """int32 [N, K]: workspace rows of the window, of the entries, then -1 in `room` columns and up to a whole
+        INDEX_MULTIPLE."""
+        parts = [self.window_indices(meta)]
+        if entry_ids is not None:
+            parts.append(self.entry_indices(meta, entry_ids))
+        room += -(sum(part.shape[1] for part in parts) + room) % INDEX_MULTIPLE
+        parts.append(parts[0].new_full((parts[0].shape[0], room), -1))
+        return torch.cat(parts, dim=1)
 
 
 def all_entry_ids(meta: StepMeta, ratio: int, width: int) -> Tensor:

@@ -46,7 +46,14 @@ def score_arguments():
 
 
 def topk_arguments():
-    return {"scores": torch.zeros(TOKENS, 8), "meta": score_arguments()["meta"], "topk": 512, "physical": True}
+    return {
+        "scores": torch.zeros(TOKENS, 8),
+        "meta": score_arguments()["meta"],
+        "topk": 512,
+        "physical": False,
+        "first": None,
+        "out": None,
+    }
 
 
 def attention_arguments():
@@ -97,6 +104,7 @@ WRONG = [
     ("index_query", "codec", lambda x: index_codec(INDEX_FP32)),
     ("index_scores", "q", lambda x: x.half()),
     ("index_scores", "q", lambda x: torch.zeros(TOKENS, 65, 128)),
+    ("index_scores", "q", lambda x: torch.zeros(TOKENS, 4096, dtype=torch.uint8)),
     ("index_scores", "weights", lambda x: x[:, :8]),
     ("index_scores", "weights", lambda x: x.double()),
     ("index_scores", "index_keys", lambda x: x[:, :-16]),
@@ -107,6 +115,10 @@ WRONG = [
     ("index_topk", "scores", lambda x: x[:2]),
     ("index_topk", "scores", lambda x: torch.zeros(8, TOKENS).t()),
     ("index_topk", "topk", lambda x: MAX_TOPK + 1),
+    ("index_topk", "first", lambda x: torch.zeros(TOKENS, dtype=torch.int64)),
+    ("index_topk", "first", lambda x: torch.zeros(TOKENS + 1, dtype=torch.int32)),
+    ("index_topk", "out", lambda x: torch.zeros(TOKENS, 3, dtype=torch.int32)),
+    ("index_topk", "out", lambda x: torch.zeros(TOKENS, 4)),
     ("sparse_attention", "q", lambda x: x.float()),
     ("sparse_attention", "q", lambda x: x[..., :256]),
     ("sparse_attention", "window_rows", lambda x: x[:, :64]),

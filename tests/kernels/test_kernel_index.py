@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from kernel_steps import Guarded, Plan, entry_groups, make_step, values
+from kernel_steps import Guarded, Plan, entry_groups, make_step, rope_table, same_bytes, values
 from torch import Tensor
 
 from sglang_dsv4.formats import hadamard, index_codec
 from sglang_dsv4.geometry import CSA_RATIO, GROUP_ROWS, INDEX_DIM, INDEX_FP4, INDEX_FP8
+from sglang_dsv4.ops import jit
+from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
 from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
+from sglang_dsv4.ops.meta import StepMeta
 
 HEADS = 64
 LAYOUTS = [INDEX_FP4, INDEX_FP8]
@@ -25,7 +30,17 @@ PLANS = {
     "prefill, padded, page of 256": Plan([(0, 0), (511, 260), (4000, 64)], pad_requests=1, pad_tokens=5, page=256),
     "batch of 512": Plan([(37 * i % 900, 1) for i in range(512)], seed=6),
     "long": Plan([(100_000, 1)], seed=7),
+    # On Hopper a block's four teams take tiles of 64 entries in turn, each through a ring of eight stages (FP8: five).
+    "a tile a request": Plan([(3 + 89 * i % 252, 1) for i in range(300)], seed=8),
+    "fewer tiles than teams, page of 256": Plan([(257 * i % 770, 1) for i in range(400)], page=256, seed=9),
+    "rings that go round": Plan([(60_000 + 1237 * i, 1) for i in range(16)], seed=10),
+    "rings that go round, page of 256": Plan([(90_000 - 4099 * i, 1) for i in range(12)], page=256, seed=11),
+    "long and short requests in a block": Plan([(40_000, 1), (5, 1), (700, 1), (2, 1)] * 12, pad_tokens=1, seed=12),
 }
+
+
+def on_hopper(device: torch.device) -> bool:
+    return jit.architecture(device.index or 0) == "90a"
 
 
 class Scored:
@@ -145,6 +160,86 @@ def test_scores_do_not_depend_on_what_stands_beside_a_query(device):
     assert torch.equal(both[0], again[0]) and torch.equal(both[1], again[0])
 
 
+@pytest.mark.parametrize("heads", [64, 24])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_operands_made_with_the_query_give_the_same_scores(device, layout, heads):
+    """Prefill: index_query writes what the kernel multiplies. Whole or in parts, the bits are those of its numbers."""
+    scored = Scored(PLANS["prefill, padded, page of 256"], layout, device, heads=heads)
+    meta, codec = scored.meta, scored.codec
+    q = values((meta.num_tokens, heads, INDEX_DIM), device, 5).bfloat16()
+    inputs = (q, values((meta.num_tokens, heads), device, 6), rope_table(5000, device), meta.positions)
+    plain = index_query_cuda(*inputs, codec=codec, scale=0.1)
+    made = index_query_cuda(*inputs, codec=codec, scale=0.1, many=True)
+    assert (made[0].dtype == torch.uint8) == on_hopper(device)
+    seen = torch.arange(scored.width, device=device) < scored.visible[:, None]
+
+    def scores(query, weights, of):
+        return index_scores_cuda(query, weights, scored.keys, of, codec=codec, max_entries=scored.width)
+
+    want = scores(*plain, meta)
+    assert same_bytes(scores(*made, meta)[seen], want[seen])
+    if on_hopper(device):
+        for start, stop in ((0, 7), (7, 300), (300, meta.num_tokens)):
+            part = scores(made[0][start:stop], made[1][start:stop], meta.tokens(start, stop))
+            assert same_bytes(part[seen[start:stop]], want[start:stop][seen[start:stop]])
+    scored.guard.check()
+
+
+def one_request(meta: StepMeta, request: int) -> StepMeta:
+    """The part of a decode step that is one request's."""
+    rows = {
+        f: v[request : request + 1] for f, v in vars(meta).items() if isinstance(v, Tensor) and f != "token_offsets"
+    }
+    rows["token_to_req"] = torch.zeros_like(rows["token_to_req"])
+    return replace(meta, **rows, token_offsets=meta.token_offsets[:2].clone())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("page", [128, 256])
+def test_scores_of_a_batch_are_those_of_its_requests_alone(device, layout, page):
+    """Blocks that meet several requests, teams without tiles, rings that go round: equal bits."""
+    lengths = [50_000, 3, 999, 40_001, 255, 256, 257, 1, 12_345] * 8
+    batch = Scored(Plan([(n, 1) for n in lengths], page=page, seed=13), layout, device)
+    together = batch.run()
+    for request in range(batch.meta.num_requests):
+        row = slice(request, request + 1)
+        alone = index_scores_cuda(
+            batch.q[row],
+            batch.weights[row],
+            batch.keys,
+            one_request(batch.meta, request),
+            codec=batch.codec,
+            max_entries=batch.width,
+        )
+        count = int(batch.visible[request])
+        assert torch.equal(alone[0, :count], together[request, :count]), request
+
+
+@pytest.mark.parametrize("spread", [-9, -8, -7, 0])
+def test_scores_of_mxfp4_keys_at_both_ends_of_the_conversion(device, spread):
+    """Scales 2^7 apart within 16 keys, where codes are first subnormal, and scales near 2^-127, whose factors are."""
+    for lowest in (0, 1, 2, 3, 4, 120):
+        scored = Scored(Plan([(700, 1), (90, 1)], seed=14), INDEX_FP4, device)
+        view = scored.keys[:, GROUP_ROWS * 64 : GROUP_ROWS * 68].view(-1, GROUP_ROWS, 4)
+        scales = torch.full_like(view, lowest - spread)
+        scales[:, ::5, 1] = lowest
+        scales[:, 3::16] = lowest
+        view.copy_(torch.where(view != 255, scales, view))
+        first = scored.run()
+        halved = scored.keys.clone()
+        below = halved[:, GROUP_ROWS * 64 : GROUP_ROWS * 68].view(-1, GROUP_ROWS, 4)
+        below.copy_(torch.where(view != 255, scales + 60, view))
+        second = index_scores_cuda(
+            scored.q, scored.weights, halved, scored.meta, codec=scored.codec, max_entries=scored.width
+        )
+        for token in range(scored.meta.num_tokens):
+            count = int(scored.visible[token])
+            # A power of two in all scales is one in all scores, where these are normal numbers.
+            want = second[token, :count].double() * 2.0**-60
+            normal = want.abs() > 2.0**-125
+            assert torch.equal(first[token, :count].double()[normal], want[normal])
+
+
 # Top-k
 
 
@@ -174,6 +269,22 @@ def test_topk_sets_around_k(device, topk, physical):
     run_topk(scores, meta, topk, physical)
 
 
+@pytest.mark.parametrize("visible", [[0, 3, 511, 512, 513, 2000], [3000, 9000, 33_000]])
+def test_topk_writes_workspace_rows_into_columns_of_a_wider_tensor(device, visible):
+    """Prefill: what a layer chooses stands behind the window in the index rows; nothing beside it is written."""
+    meta, guard = topk_meta(visible, device), Guarded(device)
+    scores = values((len(visible), max(visible)), device, 5)
+    first = torch.arange(len(visible), device=device, dtype=torch.int32) * 100_000 + 7
+    wide = guard.poison((len(visible), 128 + 512 + 128), torch.int32)
+    before = wide.clone()
+    got = index_topk_cuda(scores, meta, topk=512, physical=False, first=first, out=wide[:, 128:640])
+    want = index_topk(scores, meta, topk=512, physical=False)
+    assert torch.equal(got, torch.where(want >= 0, want + first[:, None], want))
+    assert got.data_ptr() == wide[:, 128:].data_ptr()
+    assert torch.equal(wide[:, :128], before[:, :128]) and torch.equal(wide[:, 640:], before[:, 640:])
+    guard.check()
+
+
 def distributions(rows: int, width: int, device, seed: int) -> dict[str, Tensor]:
     """Scores that spread well, that bunch together behind a few others, and that equal one another."""
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -183,7 +294,6 @@ def distributions(rows: int, width: int, device, seed: int) -> dict[str, Tensor]
     outlier[:, width // 3] = 1e9
     bunched = 1.0 + whole * 2.0**-23
     bunched[:, width // 3] = 1e20
-    beside = torch.where(torch.arange(width, device=device) < width // 2, normal, 0.001 * normal - 100.0)
     ends[:, 0], ends[:, 1:40], ends[:, -1] = torch.inf, torch.nan, -torch.inf
     return {
         "normal": normal,
@@ -196,7 +306,6 @@ def distributions(rows: int, width: int, device, seed: int) -> dict[str, Tensor]
         "one value": torch.full_like(normal, -3.25),
         "an outlier": outlier,
         "bunched": bunched,
-        "the best side by side": beside,
         "an outlier over equals": torch.where(outlier == 1e9, outlier, whole),
         "infinities and NaN": ends,
         "heavy tail": tail,

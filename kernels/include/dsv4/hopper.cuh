@@ -44,9 +44,48 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 #endif
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+// Before its place is initialised again.
+__device__ __forceinline__ void mbarrier_invalidate(uint64_t* barrier) {
 #if DSV4_HOPPER
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, unsigned arrivals = 1) {
+#if DSV4_HOPPER
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0], %1;\n}" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+#endif
+}
+
+// The same where the condition holds, without a branch; `barrier` is an address in shared memory.
+__device__ __forceinline__ void mbarrier_arrive_if(unsigned barrier, bool condition) {
+#if DSV4_HOPPER
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}" ::"r"(barrier),
+      "r"(static_cast<int>(condition))
+      : "memory");
+#endif
+}
+
+// Arrives and lets the phase also wait for this many bytes of bulk copies; `barrier` is an address in shared memory,
+// here and in copies.
+__device__ __forceinline__ void mbarrier_expect(unsigned barrier, unsigned bytes) {
+#if DSV4_HOPPER
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
+// `bytes` from global to shared memory by the bulk copy engine; all of it in whole 16-byte units.
+__device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, unsigned bytes, unsigned barrier) {
+#if DSV4_HOPPER
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 #endif
 }
@@ -58,8 +97,18 @@ __device__ __forceinline__ void mbarrier_arrive_copied(uint64_t* barrier) {
 #endif
 }
 
-// Waits for the phase of this parity to complete.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, unsigned parity) {
+// True in one lane of a warp that has met. What stands behind it is known to run once: bulk copies take their operands
+// from uniform registers, and otherwise the compiler loops over the lanes.
+__device__ __forceinline__ bool elect_one() {
+  unsigned elected = 0;
+#if DSV4_HOPPER
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+#endif
+  return elected;
+}
+
+// Waits for the phase of this parity to complete; of a new barrier the one before its first has the odd parity.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
 #if DSV4_HOPPER
   asm volatile(
       "{\n"
@@ -67,10 +116,13 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, unsigned parity
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
+      "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 #endif
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, unsigned parity) {
+  mbarrier_wait(shared_address(barrier), parity);
 }
 
 // ---- clusters ----
@@ -128,14 +180,6 @@ __device__ __forceinline__ void cluster_store(unsigned address, int value) {
 #if DSV4_HOPPER
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 #endif
-}
-
-__device__ __forceinline__ int cluster_fetch_add(unsigned address, int value) {
-  int before = 0;
-#if DSV4_HOPPER
-  asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
-#endif
-  return before;
 }
 
 // ---- register budget of a warpgroup ----

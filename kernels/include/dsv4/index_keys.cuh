@@ -20,67 +20,17 @@ namespace dsv4 {
 
 constexpr int kKeyTile = 64;  // keys per step of a team of four warps; 16 a warp
 
-// One thread's share of keys `row` and `row + 8` of a warp's 16. `copy` starts loading it into the team's stage in shared
-// memory, where `read` finds it once the copies are complete and the warp has met: a thread's own 16-byte pieces, and
-// the keys' scales, which one thread of a quad copies for all four. (Loads into registers would be waited for together,
-// however early they were issued.)
+// One thread's share of keys `row` and `row + 8` of a warp's 16.
 template <typename Layout>
 struct KeyShare {
   static constexpr int kPieces = Layout::kDataBytes / 64;  // 16-byte pieces of a key in a thread
-  static constexpr int kStageBytes = kKeyTile * (Layout::kDataBytes + Layout::kScaleBytes);
+  // What operand_e4m3 takes of a key's scales: that of the thread's own channels, or all.
+  static constexpr bool kOwnScale = kPieces == 1;
   uint4 data[2][kPieces];  // MXFP4: channels 32 t ..; FP8: channels 64 piece + 16 t ..; t the thread's place in its quad
   unsigned scale[2];
 
-  // A thread's places in its team's first stage and in a row group, computed once: left to itself the compiler computes
-  // them again for every tile.
-  struct Places {
-    unsigned data, scale, scale_copy;       // in the stage: read, read, written
-    unsigned source_data, source_scale;     // in a group, for its first row
-
-    __device__ __forceinline__ void start(unsigned stage, int warp, int lane) {
-      const unsigned key = (lane >> 2) + 8 * (lane & 1);
-      data = keep(stage + 16 * (32 * warp + lane));
-      scale = keep(stage + kKeyTile * Layout::kDataBytes + 4 * (16 * warp + (lane >> 2)));
-      scale_copy = keep(stage + kKeyTile * Layout::kDataBytes + 4 * (16 * warp + key));
-      source_data = keep((lane >> 2) * Layout::kDataBytes + 16 * (lane & 3));
-      source_scale = keep(kGroupRows * Layout::kDataBytes + key * Layout::kScaleBytes);
-    }
-    __device__ __forceinline__ static unsigned keep(unsigned x) {
-      asm volatile("" : "+r"(x));
-      return x;
-    }
-  };
-
-  // `stage` is a stage's offset from the first; `row` is the warp's first, a multiple of 16 that the pool contains.
-  __device__ __forceinline__ static void copy(const Places& at, unsigned stage, const RowPool<Layout>& pool,
-                                              unsigned row, int lane) {
-    const unsigned within = row % kGroupRows;
-    const uint8_t* group = pool.base + static_cast<uint64_t>(row / kGroupRows) * static_cast<unsigned>(pool.group_stride);
-    const uint8_t* source = group + (within * Layout::kDataBytes + at.source_data);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        copy_async16(at.data + stage + 2048 * (i * kPieces + piece), source + 8 * i * Layout::kDataBytes + 64 * piece);
-      }
-    }
-    if ((lane & 2) == 0) {
-      copy_async4(at.scale_copy + stage, group + (within * Layout::kScaleBytes + at.source_scale));
-    }
-  }
-
-  __device__ __forceinline__ void read(const Places& at, unsigned stage) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        data[i][piece] = load_shared16(at.data + stage + 2048 * (i * kPieces + piece));
-      }
-      scale[i] = load_shared4(at.scale + stage + 32 * i);
-    }
-  }
-
   // Straight from the pool.
+  template <bool kOwn>
   __device__ __forceinline__ void load(const RowPool<Layout>& pool, int64_t first, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -89,10 +39,16 @@ struct KeyShare {
       for (int piece = 0; piece < kPieces; ++piece) {
         data[i][piece] = load_once16(pool.data(row) + 64 * piece + 16 * (lane & 3));
       }
-      scale[i] = load_once4(pool.scale(row));
+      scale[i] = kOwn ? load_once1(pool.scale(row) + (lane & 3)) : load_once4(pool.scale(row));
     }
   }
 };
+
+// A value that the compiler keeps where it would compute it again for every tile.
+__device__ __forceinline__ unsigned keep(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 __device__ __forceinline__ unsigned word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
@@ -108,15 +64,15 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __uint_as_float(field > 0 ? static_cast<unsigned>(field) << 23 : field > -23 ? 1u << (22 + field) : 0u);
 }
 
-// The e4m3 codes of {0, .5, 1, 1.5, 2, 3, 4, 6} * 2^(d - 6), low and high four, for d >= 1 and for smaller d, where the
+// The e4m3 codes of -{0, .5, 1, 1.5, 2, 3, 4, 6} * 2^(d - 6), low and high four, for d >= 1 and for smaller d, where the
 // codes become subnormal and the conversion rounds.
-__device__ __forceinline__ uint2 scaled_e2m1_codes(int d) {
-  return make_uint2(0x0c080000u + 0x08080800u * d, 0x1c181410u + 0x08080808u * d);
+__device__ __forceinline__ uint2 negative_e2m1_codes(int d) {
+  return make_uint2(0x8c888080u + 0x08080800u * d, 0x9c989490u + 0x08080808u * d);
 }
 __device__ __forceinline__ uint2 subnormal_e2m1_codes(int d) {
   const float unit = power_of_two(d - 6);
-  return make_uint2(e4m3_encode4(0.0f, 0.5f * unit, unit, 1.5f * unit),
-                    e4m3_encode4(2.0f * unit, 3.0f * unit, 4.0f * unit, 6.0f * unit));
+  return make_uint2(0x80808080u | e4m3_encode4(0.0f, 0.5f * unit, unit, 1.5f * unit),
+                    0x80808080u | e4m3_encode4(2.0f * unit, 3.0f * unit, 4.0f * unit, 6.0f * unit));
 }
 
 // __byte_perm without its own masking of the selector.
@@ -130,42 +86,89 @@ __device__ __forceinline__ unsigned permute(unsigned low, unsigned high, unsigne
 
 constexpr int kLargestShift = 8;  // the largest code is 6 * 2^(8 - 6) = 24, and a query's at most 7: 128 * 24 * 7 < 2^15
 
-__device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp4>& key, int lane, unsigned (&a)[4][4],
+// The bits of 2^(scale - bias + 6 - kLargestShift) while that is a normal number, and for any scale.
+constexpr int kLeastNormal = kUe8m0Bias - 6 + kLargestShift - 126;
+__device__ __forceinline__ float normal_factor(unsigned scale) {
+  return __uint_as_float((scale << 23) + (static_cast<unsigned>(1 - kLeastNormal) << 23));
+}
+__device__ __forceinline__ float any_factor(unsigned scale) {
+  return power_of_two(static_cast<int>(scale) - kUe8m0Bias + 6 - kLargestShift);
+}
+
+// What the fast path of operand_e4m3 leaves out: keys, or channels of a key, 2^7 apart, for which codes relative to the
+// warp's largest scale would be subnormal, go by their own largest scale; and factors that are subnormal numbers.
+__device__ __forceinline__ void adjust_codes(const unsigned (&own)[2], unsigned common, bool apart, uint2 (&codes)[2],
                                              float (&factor)[2]) {
-  // Codes relative to the largest scale of the warp's 16 keys, which is theirs in common. Where that would make codes
-  // subnormal (rare: keys, or channels of a key, 2^7 apart) each key goes by its own largest scale.
-  unsigned own[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) own[i] = __byte_perm(key.scale[i], 0, 0x4440u | (lane & 3));
-  const unsigned common = __reduce_max_sync(kFullMask, max(own[0], own[1]));
-  uint2 codes[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) codes[i] = scaled_e2m1_codes(static_cast<int>(kLargestShift + own[i] - common));
-  factor[0] = factor[1] = power_of_two(static_cast<int>(common) - kUe8m0Bias + 6 - kLargestShift);
-  if (__any_sync(kFullMask, min(own[0], own[1]) + kLargestShift < common + 1)) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int largest = largest_byte(key.scale[i]), d = kLargestShift - largest + static_cast<int>(own[i]);
-      codes[i] = d < 1 ? subnormal_e2m1_codes(d) : scaled_e2m1_codes(d);
-      factor[i] = power_of_two(largest - kUe8m0Bias + 6 - kLargestShift);
-    }
-  }
+  for (int i = 0; i < 2; ++i) factor[i] = any_factor(common);
+  if (!__any_sync(kFullMask, apart)) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      const unsigned word = word_of(key.data[i][0], s);
-      const unsigned even_signs = word << 4;  // bit 7 of a byte is the sign of its low nibble; in `word`, of its high one
-      const unsigned magnitudes = word & 0x77777777u;  // a selector is the low 16 bits
-      a[s][i] = permute(codes[i].x, codes[i].y, magnitudes) |
-                (__byte_perm(even_signs, word, 0x5140) & 0x80808080u);
-      a[s][2 + i] = permute(codes[i].x, codes[i].y, magnitudes >> 16) |
-                    (__byte_perm(even_signs, word, 0x7362) & 0x80808080u);
-    }
+    unsigned largest = max(own[i], __shfl_xor_sync(kFullMask, own[i], 1));
+    largest = max(largest, __shfl_xor_sync(kFullMask, largest, 2));
+    const int d = kLargestShift + static_cast<int>(own[i]) - static_cast<int>(largest);
+    codes[i] = d < 1 ? subnormal_e2m1_codes(d) : negative_e2m1_codes(d);
+    factor[i] = any_factor(largest);
   }
 }
 
-__device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp8>& key, int, unsigned (&a)[4][4],
+// Four of a word's codes at a time. `half_signs` is kHalfSigns; in a loop it comes from memory, or the compiler, knowing
+// it, would fetch it for each permutation.
+struct SignedCodes {
+  static constexpr unsigned kHalfSigns = 0x40404040u;
+  unsigned half_signs;
+
+  // The upper 16 bits as the lower ones: a product, as shifts run on the integer pipe, which bounds the conversion.
+  __device__ __forceinline__ static unsigned upper(unsigned word) { return __umulhi(word, keep(0x10000u)); }
+
+  // `magnitudes` and `word` are the same low 16 bits without their signs and with. A selector whose bit 3 is set takes
+  // the sign of a byte instead of it: 0x40 of a positive code, 0 of a negative one. All codes begin as negative ones,
+  // and a product and sum clear the sign of the others.
+  __device__ __forceinline__ unsigned operator()(const uint2& negative, unsigned magnitudes, unsigned word) const {
+    return permute(negative.x, negative.y, magnitudes) - 2 * permute(half_signs, half_signs, word);
+  }
+};
+
+// The first half of operand_e4m3, which needs no more than a key's scales.
+struct KeyCodes {
+  uint2 negative[2];
+
+  __device__ __forceinline__ void start(const KeyShare<IndexFp4>& key, float (&factor)[2]) {
+    // Codes relative to the largest scale of the warp's 16 keys, which is theirs in common.
+    const unsigned common = __reduce_max_sync(kFullMask, max(key.scale[0], key.scale[1]));
+    int d[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      d[i] = static_cast<int>(key.scale[i] + (kLargestShift - common));
+      negative[i] = negative_e2m1_codes(d[i]);
+      factor[i] = normal_factor(common);
+    }
+    const bool apart = min(d[0], d[1]) < 1;
+    if (__any_sync(kFullMask, apart || common < kLeastNormal)) adjust_codes(key.scale, common, apart, negative, factor);
+  }
+
+  __device__ __forceinline__ void convert(const KeyShare<IndexFp4>& key, const SignedCodes& signed_codes,
+                                          unsigned (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        const unsigned word = word_of(key.data[i][0], s), magnitudes = word & 0x77777777u;
+        a[s][i] = signed_codes(negative[i], magnitudes, word);
+        a[s][2 + i] = signed_codes(negative[i], SignedCodes::upper(magnitudes), SignedCodes::upper(word));
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp4>& key, const SignedCodes& signed_codes,
+                                             unsigned (&a)[4][4], float (&factor)[2]) {
+  KeyCodes codes;
+  codes.start(key, factor);
+  codes.convert(key, signed_codes, a);
+}
+
+__device__ __forceinline__ void operand_e4m3(const KeyShare<IndexFp8>& key, const SignedCodes&, unsigned (&a)[4][4],
                                              float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -274,6 +277,12 @@ struct HeadScale {
     return Layout::kDataBytes == kIndexDim / 2 ? x * inverse : x / scale;
   }
 };
+
+// What a head's relu is multiplied with, of its weight and its HeadScale: weigh() sums 2 relu, ReluSum (kHalf) relu.
+template <bool kHalf>
+__device__ __forceinline__ float image_weight(float weight, float scale) {
+  return (kHalf ? 1.0f : 0.5f) * weight * scale;
+}
 
 // One warp writes a head's row: lane l holds channels 4 l .. 4 l + 3. Returns the factor that goes into the head's
 // weight.

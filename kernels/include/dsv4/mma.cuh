@@ -76,6 +76,12 @@ __device__ __forceinline__ unsigned load_shared4(unsigned address) {
   return v;
 }
 
+__device__ __forceinline__ unsigned load_shared1(unsigned address) {
+  unsigned v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 // Loads of data that is read once: past the first-level cache.
 __device__ __forceinline__ uint4 load_once16(const void* pointer) {
   uint4 v;
@@ -87,6 +93,12 @@ __device__ __forceinline__ uint4 load_once16(const void* pointer) {
 __device__ __forceinline__ unsigned load_once4(const void* pointer) {
   unsigned v;
   asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
+  return v;
+}
+
+__device__ __forceinline__ unsigned load_once1(const void* pointer) {
+  unsigned v;
+  asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(v) : "l"(pointer));
   return v;
 }
 

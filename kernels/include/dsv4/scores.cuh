@@ -80,7 +80,7 @@ struct ImageShare {
     for (int i = 0; i < kRows; ++i) {
       const int head = warp + kWarps * i;
       const float scale = write_image_row<Layout, kHopper>(image, head, lane, x[i]);
-      if (lane == 0) weights[head] = (kHalf ? 1.0f : 0.5f) * weight[i] * scale;  // weigh() sums 2 relu
+      if (lane == 0) weights[head] = image_weight<kHalf>(weight[i], scale);
     }
   }
 };
@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply(const KeyShare<Layout>& key, unsigned i
                                          float (&factor)[2]) {
   if constexpr (kHopper) {
     unsigned a[4][4];
-    operand_e4m3(key, lane, a, factor);
+    operand_e4m3(key, SignedCodes{SignedCodes::kHalfSigns}, a, factor);
     hopper::wgmma_operands(a);
     hopper::wgmma_registers(dots);
     hopper::wgmma_fence();

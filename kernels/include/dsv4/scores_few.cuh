@@ -2,260 +2,421 @@
 // block, so that mixed lengths balance and a block meets one or two queries.
 #pragma once
 
+#include "dsv4/key_ring.cuh"
 #include "dsv4/scores.cuh"
 
 namespace dsv4 {
 
 constexpr int kFewTeams = 4;
-constexpr int kFewThreads = kFewTeams * kTeamThreads;
+constexpr int kFewThreads = kFewTeams * kTeamThreads;  // of the teams
+constexpr int kFewWarps = kFewThreads / 32;
+// With the warps that fill the teams' stages, one a team. Threads start with 96 registers each; these give theirs away.
+template <bool kHopper>
+constexpr int kFewBlock = kFewThreads + (kHopper ? 32 * kFewTeams : 0);
+constexpr int kScoreRegisters = 112, kFillRegisters = 32;
 constexpr int kFewTokens = 1024;  // tokens whose tile counts a block of score_few scans
-constexpr int kFewPages = 1024;   // pages of a request that a block looks up at a time
+template <bool kHopper>
+constexpr int kRangeTiles = kHopper ? 512 : 64;  // tiles whose places in the pool a block looks up at a time
+constexpr int kTurnEntries = kFewTeams * kKeyTile;  // from a team's tile to its next
 
-// Stages of a team. Elsewhere than on Hopper a block may have 99 KB of shared memory.
+// Elsewhere than on Hopper a block may have 99 KB of shared memory in all.
+constexpr size_t kPortableShared = 99 * 1024;
 template <typename Layout, bool kHopper>
-constexpr int kFewStages = kHopper ? (KeyShare<Layout>::kPieces == 1 ? 8 : 5) : (KeyShare<Layout>::kPieces == 1 ? 4 : 2);
+struct FewRingOf {
+  using Ring = AsyncRing<Layout, kFewTeams, KeyShare<Layout>::kPieces == 1 ? 3 : 2>;
+};
+template <typename Layout>
+struct FewRingOf<Layout, true> {
+  using Ring = BulkRing<Layout, kFewTeams, KeyShare<Layout>::kPieces == 1 ? 8 : 5>;
+};
 template <typename Layout, bool kHopper>
-constexpr int kFewShared =
-    kImageBytes<kHopper> + kFewTeams * kFewStages<Layout, kHopper> * KeyShare<Layout>::kStageBytes + 1024;
+using FewRing = typename FewRingOf<Layout, kHopper>::Ring;
+template <typename Layout, bool kHopper>
+constexpr int kFewShared = kImageBytes<kHopper> + FewRing<Layout, kHopper>::kBytes + 1024;
 
-// Where a block of kFewThreads keeps what it works with.
+// Which keys a block scores next: its teams say so, and the warps that fill their stages do it.
+template <bool kHopper>
+struct KeySource {
+  RingBarriers<kHopper ? kFewTeams : 1> barriers;
+  HalfTile halves[2 * kRangeTiles<kHopper>];  // of the range's tiles
+  struct Range {
+    int tiles;     // none: there are no more ranges
+    bool grouped;  // score_planned: which ring
+  } range[2];      // of even and odd ones: a warp whose team has no tiles may read it late
+  int ranges;      // handed over so far
+  unsigned half_signs;
+
+  // All threads of a block, before a barrier of all of them.
+  __device__ __forceinline__ void start() {
+    barriers.start();
+    if (threadIdx.x == 0) {
+      ranges = 0;
+      half_signs = SignedCodes::kHalfSigns;
+    }
+  }
+  __device__ __forceinline__ SignedCodes signed_codes() const { return {load_shared4(shared_address(&half_signs))}; }
+};
+
+// Where the threads of a block stand, and what they share.
+template <bool kHopper>
 struct FewBlock {
-  uint8_t* image;       // of kImageBytes; the teams' stages stand behind it
-  float* weights;       // [kMaxHeads]
-  unsigned* page_rows;  // [kFewPages]
+  using Range = typename KeySource<kHopper>::Range;
+
+  uint8_t* image;   // of kImageBytes; the teams' stages stand behind it
+  float* weights;   // [kMaxHeads]
+  KeySource<kHopper>& keys;
   unsigned image_address;
   int lane, block_warp, team, warp;
 
-  __device__ __forceinline__ FewBlock(uint8_t* raw_shared, float* weights_at, unsigned* page_rows_at) {
+  __device__ __forceinline__ FewBlock(uint8_t* raw_shared, float* weights_at, KeySource<kHopper>& keys_at)
+      : keys(keys_at) {
     lane = threadIdx.x & 31;
     block_warp = threadIdx.x >> 5;
     team = block_warp >> 2;
     warp = block_warp & 3;
-    image = raw_shared + ((1024 - (shared_address(raw_shared) & 1023)) & 1023);
     weights = weights_at;
-    page_rows = page_rows_at;
-    image_address = shared_address(image);
+    image_address = (shared_address(raw_shared) + 1023) & ~1023u;
+    image = raw_shared + (image_address - shared_address(raw_shared));
+    if constexpr (kHopper) {  // one register for both, where the teams have few
+      image_address = keep(image_address);
+      image = static_cast<uint8_t*>(__cvta_shared_to_generic(image_address));
+    }
+  }
+
+  __device__ __forceinline__ static bool fills() { return threadIdx.x >= kFewThreads; }
+  __device__ __forceinline__ static void teams_meet() { named_barrier(1, kFewThreads); }
+  __device__ __forceinline__ static void all_meet() { named_barrier(2, kFewBlock<kHopper>); }
+
+  // Whether no range has been handed over yet: asked before the teams meet ahead of doing it.
+  __device__ __forceinline__ bool is_first() const { return keys.ranges == 0; }
+  // The teams hand a range to the warps that fill. None of the teams reads from an earlier one.
+  __device__ __forceinline__ void hand_over(Range range, bool first) const {
+    if (!first) keys.barriers.restart();
+    if (threadIdx.x == 0) keys.range[keys.ranges++ & 1] = range;
+    all_meet();
+  }
+  // Instead of a range: there are no more. Teams may still read from the last one.
+  __device__ __forceinline__ void hand_over_end() const {
+    if (threadIdx.x == 0) keys.range[keys.ranges & 1] = {0, false};
+    all_meet();
+  }
+  // The block's `number`-th.
+  __device__ __forceinline__ Range take_over(int number) const {
+    all_meet();
+    return keys.range[number & 1];
   }
 };
 
-template <typename Layout, bool kHopper>
-__device__ __forceinline__ typename KeyShare<Layout>::Places few_places(const FewBlock& block) {
-  typename KeyShare<Layout>::Places places;
-  const int stages = block.team * kFewStages<Layout, kHopper> * KeyShare<Layout>::kStageBytes;
-  places.start(block.image_address + kImageBytes<kHopper> + stages, block.warp, block.lane);
-  return places;
-}
+// Some tiles of one token, of which a block's teams take turns, and where their scores go.
+struct TileRange {
+  float* out;  // the token's row
+  int visible, tile, count;
 
-// Tiles of a query from `tile` on whose pages a block looks up at a time.
-__device__ __forceinline__ int tiles_at_once(int tile, int rows_shift) {
-  const int first_page = tile * kKeyTile >> rows_shift;
-  return ((first_page + kFewPages) << rows_shift) / kKeyTile - tile;
-}
+  __device__ __forceinline__ int of_team(int team) const { return (count - team + kFewTeams - 1) / kFewTeams; }
+  // The first entry of a warp in its team's first tile.
+  __device__ __forceinline__ int entry(int team, int warp) const { return (tile + team) * kKeyTile + 16 * warp; }
+};
 
-// Scores of `block_count` tiles of one token from `token_tile` on, at most tiles_at_once() of them.
-template <typename Layout, bool kHopper>
-__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock& block,
-                                            const typename KeyShare<Layout>::Places& places, int token, int request,
-                                            int visible, int token_tile, int block_count) {
-  constexpr int kStages = kFewStages<Layout, kHopper>, kStageBytes = KeyShare<Layout>::kStageBytes;
-  constexpr int kWarps = kFewThreads / 32;
-  const int lane = block.lane, block_warp = block.block_warp, team = block.team, warp = block.warp;
-  uint8_t* const image = block.image;
-  float* const weights = block.weights;
-  unsigned* const page_rows = block.page_rows;
-  const unsigned image_address = block.image_address;
+// Where the 32 entries from `entry` on of a request stand; any page table leads to rows of the pool.
+template <typename Layout>
+__device__ __forceinline__ HalfTile half_of(const ScoreParams<Layout>& p, int request, int entry, int visible) {
   const int rows_shift = p.meta.page_shift - kCsaShift;
-  const int first_page = token_tile * kKeyTile >> rows_shift;
-  const int first_tile = token_tile + team;  // the team's; it takes every kFewTeams-th
-  const int count = (block_count - team + kFewTeams - 1) / kFewTeams;
+  // Behind the last page keys of it are scored that nobody asks for.
+  const int page = min(entry, max(visible - 1, 0)) >> rows_shift;
+  const unsigned row = static_cast<unsigned>(p.page_of(request, page)) << rows_shift;
+  const unsigned first = min(row, static_cast<unsigned>(p.keys.num_rows) - (1u << rows_shift));
+  return HalfTile::at(p.keys, first + (entry & ((1 << rows_shift) - 1)));
+}
 
-  ImageShare<Layout, kWarps> share;
-  share.load(p, token, block_warp, lane);
-  float* const out = p.out + token * p.out_stride;
-  const int first_entry = first_tile * kKeyTile + 16 * warp;
-  // The pool row that each page starts at; any table leads to rows of the pool.
-  const int last_page = (min((token_tile + block_count) * kKeyTile, visible) - 1) >> rows_shift;
-  __syncthreads();  // the last rows and the last image have been read
-  for (int page = first_page + threadIdx.x; page <= last_page; page += kFewThreads) {
-    const unsigned row = static_cast<unsigned>(p.page_of(request, page)) << rows_shift;
-    page_rows[page - first_page] = min(row, static_cast<unsigned>(p.keys.num_rows) - (1u << rows_shift));
+// A team's tiles of MXFP4 keys on Hopper: the next key is read, and its scales are looked at, while this one is
+// multiplied. It is converted behind that, into the same registers.
+template <typename Reader>
+struct HalfSumPass {
+  Reader reader;
+  const FewBlock<true>& block;
+  SignedCodes signed_codes;
+  ReluSum relu;
+  unsigned a[4][4];
+  float dots[32];
+  bool leads;  // its warp
+
+  __device__ __forceinline__ HalfSumPass(const Reader& of_warp, const FewBlock<true>& of_block)
+      : reader(of_warp), block(of_block), signed_codes(of_block.keys.signed_codes()), leads(of_block.lane == 0) {
+    relu.start(block.weights, block.lane);
   }
-  __syncthreads();
-  const auto copy = [&](int i, unsigned stage) {
-    if (i < count) {
-      const int entry = first_entry + i * kFewTeams * kKeyTile;
-      // Warps behind the last page score keys of it that nobody asks for.
-      const int page = min(entry >> rows_shift, last_page) - first_page;
-      KeyShare<Layout>::copy(places, stage, p.keys, page_rows[page] + (entry & ((1 << rows_shift) - 1)), lane);
-    }
-    copy_async_commit();
-  };
-#pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) copy(i, i * kStageBytes);
 
-  share.template write<kHopper, kHalfSums<Layout, kHopper>>(image, weights, block_warp, lane);
-  if constexpr (kHopper) hopper::fence_async_shared();
-  __syncthreads();
-
-  unsigned stage = 0, next_stage = (kStages - 1) * kStageBytes;
-  // Reads the key of turn i and starts a copy into the stage that the warp read in the turn before.
-  const auto next_key = [&](int i, KeyShare<Layout>& key) {
-    copy_async_wait<kStages - 2>();
-    __syncwarp();
-    key.read(places, stage);
-    copy(i + kStages - 1, next_stage);
-    next_stage = stage;
-    stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
-  };
-  const int turn_entries = kFewTeams * kKeyTile;
-  if constexpr (kHalfSums<Layout, kHopper>) {
-    // The next key is converted while this one is multiplied.
-    ReluSum relu;
-    relu.start(weights, lane);
-    unsigned a[2][4][4];
-    float factor[2][2], dots[32];
-    const auto prepare = [&](int i, int which) {
-      KeyShare<Layout> key;
-      next_key(i, key);
-      operand_e4m3(key, lane, a[which], factor[which]);
-      hopper::wgmma_operands(a[which]);  // converted here, not behind the wait that follows
-    };
-    const auto issue = [&](int which) {
-      hopper::wgmma_registers(dots);
-      hopper::wgmma_fence();
+  __device__ __forceinline__ void issue(const KeyShare<IndexFp4>& key, const KeyCodes& codes) {
+    codes.convert(key, signed_codes, a);
+    hopper::wgmma_operands(a);
+    hopper::wgmma_registers(dots);
+    hopper::wgmma_fence();
 #pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        hopper::wgmma_e4m3_64x64x32(dots, a[which][s], hopper::panel_descriptor(image_address + 32 * s), s > 0);
-      }
-      hopper::wgmma_commit();
-    };
-    const auto collect = [&](unsigned(&packed)[4][4]) {
-      hopper::wgmma_wait<0>();
-      hopper::wgmma_registers(dots);
-      ReluSum::pack(dots, packed);
-    };
-    const auto finish = [&](int i, int which, const unsigned(&packed)[4][4]) {
-      float sum[2];
-      relu.sum(packed, sum);
-      if ((lane & 3) == 0) {
-        const int entry = first_entry + i * turn_entries + (lane >> 2);
-        if (entry < visible) out[entry] = sum[0] * factor[which][0];
-        if (entry + 8 < visible) out[entry + 8] = sum[1] * factor[which][1];
-      }
-    };
-    const auto turn = [&](int i, int which) {
-      unsigned packed[4][4];
-      prepare(i + 1, which ^ 1);
-      collect(packed);
-      issue(which ^ 1);
-      finish(i, which, packed);
-    };
-    // No product is in flight where a branch begins or ends: the compiler would let each wait for the one before.
-    if (count > 0) {
-      prepare(0, 0);
-      issue(0);
-      int i = 0;
+    for (int s = 0; s < 4; ++s) {
+      hopper::wgmma_e4m3_64x64x32(dots, a[s], hopper::panel_descriptor(block.image_address + 32 * s), s > 0);
+    }
+    hopper::wgmma_commit();
+  }
+  __device__ __forceinline__ void collect(unsigned (&packed)[4][4]) {
+    hopper::wgmma_wait<0>();
+    hopper::wgmma_registers(dots);
+    ReluSum::pack(dots, packed);
+  }
+  // `at` is where the score of the lane's first key goes, if it stores at all and the key is one of `visible` from it.
+  __device__ __forceinline__ void finish(float* at, const float (&factor)[2], const unsigned (&packed)[4][4],
+                                         int visible) const {
+    float sum[2];
+    relu.sum(packed, sum);
+    store_if(at, sum[0] * factor[0], visible > 0);
+    store_if(at + 8, sum[1] * factor[1], visible > 8);
+  }
+
+  // Starts a tile's product.
+  __device__ __forceinline__ void begin(float (&factor)[2]) {
+    KeyShare<IndexFp4> key;
+    KeyCodes codes;
+    reader.read(key);
+    codes.start(key, factor);
+    issue(key, codes);
+    reader.release(leads);
+  }
+  // Scores a tile and starts the product of the one behind it, `kAhead` from where the reader is.
+  template <int kAhead>
+  __device__ __forceinline__ void turn(float* at, const float (&factor)[2], float (&next_factor)[2], int visible) {
+    KeyShare<IndexFp4> key;
+    KeyCodes codes;
+    unsigned packed[4][4];
+    reader.template read<kAhead>(key);
+    codes.start(key, next_factor);
+    collect(packed);
+    issue(key, codes);
+    reader.template release<kAhead>(leads);
+    finish(at, factor, packed, visible);
+  }
+  // Scores a tile behind whose product there is none.
+  __device__ __forceinline__ void end(float* at, const float (&factor)[2], int visible) {
+    unsigned packed[4][4];
+    collect(packed);
+    finish(at, factor, packed, visible);
+  }
+
+  // No product is in flight where a branch begins or ends: the compiler would let each wait for the one before.
+  __device__ __forceinline__ void run(const TileRange& range) {
+    const int entry = range.entry(block.team, block.warp) + (block.lane >> 2);
+    const bool stores = (block.lane & 3) == 0;
+    int left = range.of_team(block.team), visible = stores ? range.visible - entry : 0;
+    if (left <= 0) return;
+    float* at = range.out + entry;
+    float factor[2], next_factor[2];
+    begin(factor);
+    reader.template advance<1>();
+    // All keys of a tile that is not the team's last are visible.
+    const int all = stores ? kKeyTile : 0;
 #pragma unroll 1
-      for (; i + 2 < count; i += 2) {
-        turn(i, 0);
-        turn(i + 1, 1);
-      }
-      unsigned packed[4][4];
-      collect(packed);
-      finish(i, 0, packed);
-      if (i + 1 < count) {
-        prepare(i + 1, 1);
-        issue(1);
-        collect(packed);
-        finish(i + 1, 1, packed);
-      }
+    for (; left > 2; left -= 2, at += 2 * kTurnEntries, visible -= 2 * kTurnEntries) {
+      turn<0>(at, factor, next_factor, all);
+      turn<1>(at + kTurnEntries, next_factor, factor, all);
+      reader.template advance<2>();
+    }
+    end(at, factor, visible);
+    if (left > 1) {
+      begin(factor);
+      end(at + kTurnEntries, factor, visible - kTurnEntries);
+    }
+  }
+};
+
+// A team's tiles where sums are float32; `done` is told when a key has been multiplied.
+template <bool kHopper, typename Layout, typename NextKey, typename Done>
+__device__ __forceinline__ void score_in_floats(const FewBlock<kHopper>& block, const TileRange& range,
+                                                const NextKey& next_key, const Done& done) {
+  float weight[16];
+  load_weights(block.weights, block.lane, weight);
+  const int count = range.of_team(block.team), entry = range.entry(block.team, block.warp);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    KeyShare<Layout> key;
+    next_key(i, key);
+    float dots[32], factor[2], sum[2];
+    multiply<kHopper>(key, block.image_address, block.lane, dots, factor);
+    done();
+    weigh(dots, weight, sum);
+    store_scores(range.out, range.visible, entry + i * kTurnEntries, block.lane, sum, factor);
+  }
+}
+
+// Scores of a range of one token, at most kRangeTiles; all threads of the teams.
+template <typename Layout, bool kHopper>
+__device__ __forceinline__ void score_tiles(const ScoreParams<Layout>& p, const FewBlock<kHopper>& block, int token,
+                                            int request, const TileRange& range) {
+  using Ring = FewRing<Layout, kHopper>;
+  const int lane = block.lane;
+  const unsigned stages = block.image_address + kImageBytes<kHopper>;
+
+  ImageShare<Layout, kFewWarps> share;
+  share.load(p, token, block.block_warp, lane);
+  const bool first = kHopper && block.is_first();
+  FewBlock<kHopper>::teams_meet();  // the last rows and the last image have been read
+  for (int half = threadIdx.x; half < 2 * range.count; half += kFewThreads) {
+    const int entry = range.tile * kKeyTile + half * kHalfTile;
+    block.keys.halves[half] = half_of(p, request, entry, range.visible);
+  }
+  const auto write_image = [&] {
+    share.template write<kHopper, kHalfSums<Layout, kHopper>>(block.image, block.weights, block.block_warp, lane);
+    if constexpr (kHopper) hopper::fence_async_shared();
+    FewBlock<kHopper>::teams_meet();
+  };
+  if constexpr (kHopper) {
+    block.hand_over({range.count, false}, first);
+    write_image();
+    typename Ring::Reader reader(stages, block.keys.barriers, block.team, block.warp, lane);
+    if constexpr (kHalfSums<Layout, kHopper>) {
+      HalfSumPass<typename Ring::Reader>(reader, block).run(range);
+    } else {
+      const bool leads = lane == 0;
+      const auto next_key = [&](int, KeyShare<Layout>& key) { reader.read(key); };
+      score_in_floats<kHopper, Layout>(block, range, next_key, [&] {
+        reader.release(leads);
+        reader.template advance<1>();
+      });
     }
   } else {
-    float weight[16];
-    load_weights(weights, lane, weight);
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      KeyShare<Layout> key;
-      next_key(i, key);
-      float dots[32], factor[2], sum[2];
-      multiply<kHopper>(key, image_address, lane, dots, factor);
-      weigh(dots, weight, sum);
-      store_scores(out, visible, first_entry + i * turn_entries, lane, sum, factor);
-    }
+    FewBlock<kHopper>::teams_meet();
+    Ring ring(stages, block.team, block.warp, lane);
+    const int own = range.of_team(block.team);
+    const HalfTile* const halves = block.keys.halves + 2 * block.team + (block.warp >> 1);
+    ring.start(halves, own, lane);
+    write_image();
+    const auto next_key = [&](int i, KeyShare<Layout>& key) { ring.read(halves, i, own, lane, key); };
+    score_in_floats<kHopper, Layout>(block, range, next_key, [] {});
+    copy_async_wait<0>();
   }
-  copy_async_wait<0>();
+}
+
+// Known to the compiler to be the same in all lanes.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kFullMask, x, 0); }
+
+// What the other warps do on Hopper: they fill the stages of a range's teams, and of one range after another.
+template <typename Layout>
+__device__ __forceinline__ void fill_range(const FewBlock<true>& block, int tiles) {
+  FewRing<Layout, true>::fill(block.image_address + kImageBytes<true>, block.keys.barriers, block.keys.halves, tiles,
+                              uniform(block.warp));
+}
+template <typename Layout>
+__device__ __forceinline__ void fill_ranges(const FewBlock<true>& block) {
+  for (int number = 0;; ++number) {
+    const int tiles = uniform(block.take_over(number).tiles);
+    if (tiles == 0) return;
+    fill_range<Layout>(block, tiles);
+  }
+}
+
+// Who asks for what, and how many tiles come before: of every token of a step.
+struct FewQueries {
+  int tiles_before[kFewTokens + 1];
+  int visible[kFewTokens], request[kFewTokens];
+  int warp_sums[kFewWarps];
+  int begin, end;  // the block's tiles
+
+  // All threads of a block.
+  template <typename Layout>
+  __device__ __forceinline__ void start(const ScoreParams<Layout>& p, int lane, int block_warp) {
+    // A prefix sum over the teams' threads, kPerThread tokens each.
+    constexpr int kPerThread = kFewTokens / kFewThreads;
+    const bool counting = block_warp < kFewWarps;
+    int counts[kPerThread], own = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int token = threadIdx.x * kPerThread + i;
+      int sees = 0, asks = -1;
+      if (token < p.meta.num_tokens) {
+        asks = p.meta.request_of(token);
+        const int64_t position = p.meta.positions[token];
+        if (asks >= 0) sees = static_cast<int>(min((position + 1) >> kCsaShift, static_cast<int64_t>(p.max_entries)));
+      }
+      counts[i] = tiles_of(sees);
+      own += counts[i];
+      if (counting) {
+        visible[token] = sees;
+        request[token] = asks;
+      }
+    }
+    int before = inclusive_sum(own, lane);
+    if (counting && lane == 31) warp_sums[block_warp] = before;
+    before -= own;
+    __syncthreads();
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < kFewWarps; ++i) {
+      const int sum = warp_sums[i];
+      before += i < block_warp ? sum : 0;
+      total += sum;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (counting) tiles_before[threadIdx.x * kPerThread + i] = before;
+      before += counts[i];
+    }
+    if (threadIdx.x == 0) {
+      tiles_before[kFewTokens] = total;
+      begin = static_cast<int>(static_cast<int64_t>(total) * blockIdx.x / gridDim.x);
+      end = static_cast<int>(static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x);
+    }
+    __syncthreads();
+  }
+
+  // The last token with tiles_before <= tile.
+  __device__ __forceinline__ int at(int tile) const {
+    int low = 0, high = kFewTokens;
+    while (high - low > 1) {
+      const int middle = (low + high) >> 1;
+      (tiles_before[middle] <= tile ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+template <typename Layout>
+constexpr size_t kFewInAll =
+    kFewShared<Layout, false> + sizeof(FewQueries) + sizeof(KeySource<false>) + kMaxHeads * sizeof(float);
+static_assert(kFewInAll<IndexFp4> <= kPortableShared && kFewInAll<IndexFp8> <= kPortableShared,
+              "what score_few keeps beside its stages counts, too");
+
+// The teams' part: the block's ranges one after another.
+template <typename Layout, bool kHopper>
+__device__ __forceinline__ void score_ranges(const ScoreParams<Layout>& p, const FewBlock<kHopper>& block,
+                                             const FewQueries& queries) {
+  int token = queries.at(queries.begin);
+  for (int tile = queries.begin; tile < queries.end;) {
+    while (queries.tiles_before[token + 1] <= tile) ++token;
+    const int count = min(min(queries.end, queries.tiles_before[token + 1]) - tile, kRangeTiles<kHopper>);
+    const TileRange range = {p.out + token * p.out_stride, queries.visible[token], tile - queries.tiles_before[token],
+                             count};
+    score_tiles<Layout, kHopper>(p, block, token, queries.request[token], range);
+    tile += count;
+  }
+  if constexpr (kHopper) block.hand_over_end();
 }
 
 template <typename Layout, bool kHopper>
-__global__ void __launch_bounds__(kFewThreads, 1) score_few(const __grid_constant__ ScoreParams<Layout> p) {
-  constexpr int kWarps = kFewThreads / 32;
+__global__ void __launch_bounds__(kFewBlock<kHopper>, 1) score_few(const __grid_constant__ ScoreParams<Layout> p) {
   extern __shared__ uint8_t raw_shared[];
-  __shared__ int tiles_before[kFewTokens + 1];
-  __shared__ int visible_of[kFewTokens], request_of[kFewTokens];
-  __shared__ unsigned page_rows[kFewPages];
-  __shared__ int warp_sums[kWarps];
+  __shared__ FewQueries queries;
+  __shared__ KeySource<kHopper> keys;
   __shared__ __align__(16) float weights[kMaxHeads];
 
   grid_dependency_launch();
+  if constexpr (kHopper) keys.start();
   grid_dependency_wait();
-  const int lane = threadIdx.x & 31, block_warp = threadIdx.x >> 5;
-  const FewBlock block(raw_shared, weights, page_rows);
-  const auto places = few_places<Layout, kHopper>(block);
-
-  // Tiles before each token: a block-wide prefix sum, kFewTokens / kFewThreads tokens a thread.
-  constexpr int kPerThread = kFewTokens / kFewThreads;
-  int counts[kPerThread], own = 0;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int token = threadIdx.x * kPerThread + i;
-    int visible = 0, request = -1;
-    if (token < p.meta.num_tokens) {
-      request = p.meta.request_of(token);
-      const int64_t position = p.meta.positions[token];
-      if (request >= 0) visible = static_cast<int>(min((position + 1) >> kCsaShift, static_cast<int64_t>(p.max_entries)));
+  queries.start(p, threadIdx.x & 31, threadIdx.x >> 5);
+  if constexpr (kHopper) {
+    if (FewBlock<kHopper>::fills()) {
+      hopper::lower_registers<kFillRegisters>();
+      fill_ranges<Layout>(FewBlock<kHopper>(raw_shared, weights, keys));
+      return;
     }
-    visible_of[token] = visible;
-    request_of[token] = request;
-    counts[i] = (visible + kKeyTile - 1) / kKeyTile;
-    own += counts[i];
+    hopper::raise_registers<kScoreRegisters>();
   }
-  int before = inclusive_sum(own, lane);
-  if (lane == 31) warp_sums[block_warp] = before;
-  before -= own;
-  __syncthreads();
-  int total = 0;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) {
-    const int sum = warp_sums[i];
-    before += i < block_warp ? sum : 0;
-    total += sum;
-  }
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    tiles_before[threadIdx.x * kPerThread + i] = before;
-    before += counts[i];
-  }
-  if (threadIdx.x == 0) tiles_before[kFewTokens] = total;
-  __syncthreads();
-
-  const int begin = static_cast<int>(static_cast<int64_t>(total) * blockIdx.x / gridDim.x);
-  const int end = static_cast<int>(static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x);
-  const int rows_shift = p.meta.page_shift - kCsaShift;
-
-  int low = 0, high = kFewTokens;  // the last token with tiles_before <= begin
-  while (high - low > 1) {
-    const int middle = (low + high) >> 1;
-    (tiles_before[middle] <= begin ? low : high) = middle;
-  }
-
-  int token = low;
-  for (int tile = begin; tile < end;) {
-    while (tiles_before[token + 1] <= tile) ++token;
-    const int token_tile = tile - tiles_before[token];
-    const int count = min(min(end, tiles_before[token + 1]) - tile, tiles_at_once(token_tile, rows_shift));
-    score_tiles<Layout, kHopper>(p, block, places, token, request_of[token], visible_of[token], token_tile, count);
-    tile += count;
-  }
+  score_ranges<Layout, kHopper>(p, FewBlock<kHopper>(raw_shared, weights, keys), queries);
 }
 
 }  // namespace dsv4

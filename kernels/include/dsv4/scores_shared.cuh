@@ -11,15 +11,16 @@
 
 namespace dsv4 {
 
-constexpr int kGroupItems = kFewPages / 2;  // tiles of a group whose rows a block looks up at a time, two a tile
 constexpr int kImageBatch = 4;              // queries that a warp loads heads of at a time
 
 // Images take the place of stages: a tile lasts longer here.
 template <typename Layout>
-constexpr int kGroupStages = KeyShare<Layout>::kPieces == 1 ? 4 : 3;
+using GroupRing = BulkRing<Layout, kFewTeams, KeyShare<Layout>::kPieces == 1 ? 4 : 3>;
 template <typename Layout>
-constexpr int kGroupShared = kGroupMembers * kImageBytes<true> +
-                             kFewTeams * kGroupStages<Layout> * KeyShare<Layout>::kStageBytes + 1024;
+constexpr int kGroupShared = kGroupMembers * kImageBytes<true> + GroupRing<Layout>::kBytes + 1024;
+__device__ __forceinline__ unsigned group_stages(const FewBlock<true>& block) {
+  return block.image_address + kGroupMembers * kImageBytes<true>;
+}
 static_assert(kGroupShared<IndexFp4> <= kFewShared<IndexFp4, true>, "a group needs no more than a request alone");
 static_assert(kGroupShared<IndexFp8> <= kFewShared<IndexFp8, true>, "a group needs no more than a request alone");
 static_assert(kScoreTile == kKeyTile && kPlanRequests == kFewTokens);
@@ -34,13 +35,12 @@ struct __align__(16) GroupQuery {
 // The group that a block works on, in shared memory.
 struct __align__(16) Group {
   float weights[kGroupMembers][kMaxHeads];
-  uint4 sums[kGroupMembers][ReluSum::kLanes][2];
-  uint4 zero[2];
+  uint4 sums[kGroupMembers][ReluSum::kLanes + 1][2];  // of a member's first lanes, and zero, which all others have
   GroupQuery query[kGroupMembers];
   int request[kGroupMembers];
   int left_before[kGroupMembers];  // own tiles of the members before
   int left, count, shared;
-  int items[kGroupItems];  // tile * 16, plus 1 + the member whose own it is
+  int items[kRangeTiles<true>];  // tile * 16, plus 1 + the member whose own it is
 
   // Warp 0 looks up who they are.
   template <typename Params>
@@ -57,7 +57,7 @@ struct __align__(16) Group {
       query[lane].row = p.out + member * p.out_stride;
       query[lane].visible = visible;
     }
-    if (lane < 2) zero[lane] = make_uint4(0, 0, 0, 0);
+    if (lane < 2 * kGroupMembers) sums[lane >> 1][ReluSum::kLanes][lane & 1] = make_uint4(0, 0, 0, 0);
     if (lane == kGroupMembers - 1) {
       left = upto;
       count = __popc(all);
@@ -127,7 +127,7 @@ struct HeadShare {
     }
     const int head = 4 * warp + (lane >> 3);
     const float scale = write_image_rows<Layout>(image, head, lane, x);
-    if ((lane & 7) == 0) weights[head] = (kHalf ? 1.0f : 0.5f) * weight * scale;  // weigh() sums 2 relu
+    if ((lane & 7) == 0) weights[head] = image_weight<kHalf>(weight, scale);
   }
 };
 
@@ -150,64 +150,43 @@ struct Collected<false> {
 // none of the team's runs.
 template <typename Layout>
 struct GroupPass {
-  static constexpr int kStages = kGroupStages<Layout>, kStageBytes = KeyShare<Layout>::kStageBytes;
   static constexpr bool kHalf = kHalfSums<Layout, true>;
 
-  const ScoreParams<Layout>& p;
-  const FewBlock& block;
+  const FewBlock<true>& block;
   const Group& group;
-  typename KeyShare<Layout>::Places places;
-  int count;  // tiles of the team
-  unsigned stage, next_stage, images;
+  typename GroupRing<Layout>::Reader reader;
+  unsigned next_item;  // of the team, where it stands
+  int left;            // tiles of the team
+  unsigned images;
   // Where the lane finds a member's query and its operands for ReluSum: kept, or they are computed for every product.
-  unsigned query_at, sums_at, sums_step;
+  unsigned query_at, sums_at;
   float dots[32];
 
-  __device__ __forceinline__ GroupPass(const ScoreParams<Layout>& params, const FewBlock& block_of,
-                                       const Group& group_of, int items)
-      : p(params), block(block_of), group(group_of) {
-    const unsigned stages = block.image_address + kGroupMembers * kImageBytes<true>;
-    places.start(stages + block.team * kStages * kStageBytes, block.warp, block.lane);
-    count = (items - block.team + kFewTeams - 1) / kFewTeams;
-    stage = 0;
-    next_stage = (kStages - 1) * kStageBytes;
+  __device__ __forceinline__ GroupPass(const FewBlock<true>& block_of, const Group& group_of, unsigned stages, int items)
+      : block(block_of), group(group_of),
+        reader(stages, block_of.keys.barriers, block_of.team, block_of.warp, block_of.lane) {
+    next_item = shared_address(&group.items[block.team]);
+    left = (items - block.team + kFewTeams - 1) / kFewTeams;
     images = hopper::panel_start(block.image_address);
-    const bool holds = block.lane < ReluSum::kLanes;
-    query_at = KeyShare<Layout>::Places::keep(shared_address(&group.query[0]));
-    sums_at = KeyShare<Layout>::Places::keep(shared_address(holds ? &group.sums[0][block.lane][0] : &group.zero[0]));
-    sums_step = KeyShare<Layout>::Places::keep(holds ? sizeof(group.sums[0]) : 0);
+    query_at = keep(shared_address(&group.query[0]));
+    sums_at = keep(shared_address(&group.sums[0][min(block.lane, ReluSum::kLanes)][0]));
   }
 
-  __device__ __forceinline__ void start_copies() const {
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) copy(i, i * kStageBytes);
+  // The team's next tile, known to be the same in all lanes: the products' descriptors then take no vector registers.
+  __device__ __forceinline__ int take_item() {
+    const int item = uniform(static_cast<int>(load_shared4(next_item)));
+    next_item += kFewTeams * sizeof(int);
+    --left;
+    return item;
   }
 
-  __device__ __forceinline__ void copy(int i, unsigned to) const {
-    if (i < count) {
-      const int half = 2 * (block.team + i * kFewTeams) + (block.warp >> 1);
-      const unsigned row = block.page_rows[half] + 16 * (block.warp & 1);
-      KeyShare<Layout>::copy(places, to, p.keys, row, block.lane);
-    }
-    copy_async_commit();
-  }
-
-  // The team's tile `i`, known to be the same in all lanes: the products' descriptors then take no vector registers.
-  __device__ __forceinline__ int item_of(int i) const {
-    return __shfl_sync(kFullMask, group.items[block.team + i * kFewTeams], 0);
-  }
-
-  // Keys of the team's tile `i`; starts a copy into the stage that was read before.
-  __device__ __forceinline__ void read(int i, KeyShare<Layout>& key) {
-    copy_async_wait<kStages - 2>();
-    __syncwarp();
-    key.read(places, stage);
-    copy(i + kStages - 1, next_stage);
-    next_stage = stage;
-    stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+  // The keys of the team's next tile have become operands of a product.
+  __device__ __forceinline__ void next_key() {
+    reader.release(block.lane == 0);
+    reader.template advance<1>();
   }
   __device__ __forceinline__ void convert(const KeyShare<Layout>& key, unsigned (&a)[4][4], float (&factor)[2]) const {
-    operand_e4m3(key, block.lane, a, factor);
+    operand_e4m3(key, SignedCodes{SignedCodes::kHalfSigns}, a, factor);
     hopper::wgmma_operands(a);
   }
 
@@ -237,7 +216,7 @@ struct GroupPass {
     float sum[2];
     if constexpr (kHalf) {
       ReluSum relu;
-      relu.load(sums_at + member * sums_step, __uint_as_float(query.w));
+      relu.load(sums_at + member * sizeof(group.sums[0]), __uint_as_float(query.w));
       relu.sum(result.packed, sum);
       const int entry = first + (lane >> 2);
       const bool leads = (lane & 3) == 0;
@@ -253,17 +232,18 @@ struct GroupPass {
   }
 
   __device__ __forceinline__ void run() {
-    if (count <= 0) return;
+    if (left <= 0) return;
     const int members = __shfl_sync(kFullMask, group.count, 0);
     unsigned a[4][4];
     float factor[2];
     KeyShare<Layout> key;
-    read(0, key);
+    reader.read(key);
     convert(key, a, factor);
-    int item = item_of(0), member = Group::first_of(item);
+    int item = take_item(), member = Group::first_of(item);
     issue(a, member);
+    next_key();
 #pragma unroll 1
-    for (int i = 1;; ++i) {
+    for (;;) {
       const int tile = item >> 4, last = Group::last_of(item, members);
 #pragma unroll 1
       for (; member < last; ++member) {
@@ -272,18 +252,19 @@ struct GroupPass {
         issue(a, member + 1);
         finish(result, member, tile, factor);
       }
-      if (i >= count) break;
+      if (left == 0) break;
       // Operands are not written while a product is under way: the compiler would let each wait for the one before.
       // Other teams' products run meanwhile.
       float next_factor[2];
       Collected<kHalf> result;
-      if constexpr (kHalf) read(i, key);
+      if constexpr (kHalf) reader.read(key);
       collect(result);
-      if constexpr (!kHalf) read(i, key);
+      if constexpr (!kHalf) reader.read(key);
       convert(key, a, next_factor);
-      item = item_of(i);
+      item = take_item();
       member = Group::first_of(item);
       issue(a, member);
+      next_key();
       finish(result, last, tile, factor);
       factor[0] = next_factor[0];
       factor[1] = next_factor[1];
@@ -294,12 +275,29 @@ struct GroupPass {
   }
 };
 
-// Items `first` to `last` of the group, at most kGroupItems; all threads of the block.
+// What tiles the items from `first` on are and where their halves start in the pool; all threads of the teams.
 template <typename Layout>
-__device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const FewBlock& block, Group& group,
+__device__ __forceinline__ void look_up_items(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group,
+                                              int first, int items) {
+  const int shared = group.shared;
+  for (int i = threadIdx.x; i < items; i += kFewThreads) {
+    const int own = first + i - shared, member = own < 0 ? 0 : group.owner(own);
+    const int tile = own < 0 ? first + i : shared + own - group.left_before[member];
+    group.items[i] = tile * 16 + (own < 0 ? 0 : member + 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      block.keys.halves[2 * i + half] = half_of(p, group.request[member], tile * kKeyTile + kHalfTile * half,
+                                                group.query[member].visible);
+    }
+  }
+}
+
+// Items `first` to `last` of the group, at most kRangeTiles; all threads of the teams.
+template <typename Layout>
+__device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group,
                                             int first, int last) {
   constexpr bool kHalf = kHalfSums<Layout, true>;
-  const int lane = block.lane, block_warp = block.block_warp, rows_shift = p.meta.page_shift - kCsaShift;
+  const int lane = block.lane, block_warp = block.block_warp;
   const int shared = group.shared, items = last - first;
   // The members whose images it takes.
   const int low = first < shared ? 0 : group.owner(first - shared);
@@ -313,24 +311,10 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
     }
   };
   load(low);
-  __syncthreads();  // the last rows and the last images have been read
-  for (int i = threadIdx.x; i < items; i += kFewThreads) {
-    const int own = first + i - shared, member = own < 0 ? 0 : group.owner(own);
-    const int tile = own < 0 ? first + i : shared + own - group.left_before[member];
-    const int request = group.request[member], last_page = max(group.query[member].visible - 1, 0) >> rows_shift;
-    group.items[i] = tile * 16 + (own < 0 ? 0 : member + 1);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // Halves behind the last page score keys of it that nobody asks for.
-      const int entry = tile * kKeyTile + 32 * half, page = min(entry >> rows_shift, last_page);
-      const unsigned row = static_cast<unsigned>(p.page_of(request, page)) << rows_shift;
-      block.page_rows[2 * i + half] =
-          min(row, static_cast<unsigned>(p.keys.num_rows) - (1u << rows_shift)) + (entry & ((1 << rows_shift) - 1));
-    }
-  }
-  __syncthreads();
-  GroupPass<Layout> pass(p, block, group, items);
-  pass.start_copies();
+  const bool is_first = block.is_first();
+  FewBlock<true>::teams_meet();  // the last rows and the last images have been read
+  look_up_items(p, block, group, first, items);
+  block.hand_over({items, true}, is_first);
 #pragma unroll 1
   for (int member = low;;) {
 #pragma unroll
@@ -344,7 +328,7 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
     load(member);
   }
   hopper::fence_async_shared();
-  __syncthreads();
+  FewBlock<true>::teams_meet();
   if constexpr (kHalf) {
     if (block_warp >= low && block_warp <= high) {
       ReluSum relu;
@@ -352,10 +336,9 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
       relu.store(group.sums[block_warp], lane);
       if (lane == 0) group.query[block_warp].scale = relu.scale;
     }
-    __syncthreads();
+    FewBlock<true>::teams_meet();
   }
-  pass.run();
-  copy_async_wait<0>();
+  GroupPass<Layout>(block, group, group_stages(block), items).run();
 }
 
 // What a block does next: `items` of a group, or (where alone) tiles of one request; and where it goes on.
@@ -364,7 +347,7 @@ struct Pass {
   bool alone;
 };
 
-// The pass that starts at cost `at` and ends at `end` or before; all threads of the block.
+// The pass that starts at cost `at` and ends at `end` or before; all threads of the teams.
 template <typename Layout>
 __device__ __forceinline__ Pass next_pass(const ScoreParams<Layout>& p, Group& group, const int* cost_before,
                                           const int* shared_of, const int* visible_of, int at, int end) {
@@ -374,67 +357,107 @@ __device__ __forceinline__ Pass next_pass(const ScoreParams<Layout>& p, Group& g
     (cost_before[middle] <= at ? head : high) = middle;
   }
   const int before = cost_before[head], after = min(end, cost_before[head + 1]), shared = shared_of[head];
-  const int rows_shift = p.meta.page_shift - kCsaShift;
   if (shared == 0) {
     const int first = (at - before + tile_cost(1) - 1) / tile_cost(1);
     const int last = min((after - before + tile_cost(1) - 1) / tile_cost(1), tiles_of(visible_of[head]));
-    if (last - first <= tiles_at_once(first, rows_shift)) return {head, first, last, after, true};
-    const int cut = first + tiles_at_once(first, rows_shift);
+    if (last - first <= kRangeTiles<true>) return {head, first, last, after, true};
+    const int cut = first + kRangeTiles<true>;
     return {head, first, cut, before + cut * tile_cost(1), true};
   }
   if (threadIdx.x < 32) group.start(p, head, shared, visible_of, threadIdx.x);
-  __syncthreads();
+  FewBlock<true>::teams_meet();
   const int first = group.item_at(at - before), until = group.item_at(after - before);
-  const int last = min(until, first + kGroupItems), next_cost = last < until ? before + group.cost_of(last) : after;
+  const int last = min(until, first + kRangeTiles<true>);
+  const int next_cost = last < until ? before + group.cost_of(last) : after;
   if (first >= last || first < shared) return {head, first, last, next_cost, false};
   const int owner = group.owner(first - shared);
   if (owner != group.owner(last - 1 - shared)) return {head, first, last, next_cost, false};
-  const int skipped = group.left_before[owner];  // kGroupItems tiles are never more than tiles_at_once
+  const int skipped = group.left_before[owner];
   return {group.request[owner], first - skipped, last - skipped, next_cost, true};
 }
 
-template <typename Layout>
-__global__ void __launch_bounds__(kFewThreads, 1) score_planned(const __grid_constant__ ScoreParams<Layout> p) {
-  extern __shared__ uint8_t raw_shared[];
-  __shared__ int cost_before[kPlanRequests + 1], shared_of[kPlanRequests], visible_of[kPlanRequests];
-  __shared__ unsigned page_rows[kFewPages];
-  __shared__ Group group;
-  __shared__ int next_cost, end_cost;  // here, as registers are short
+// A block's share of the plan, and what it knows of each request.
+struct PlanShare {
+  int cost_before[kPlanRequests + 1], shared_of[kPlanRequests], visible_of[kPlanRequests];
+  int next_cost, end_cost;  // here, as registers are short
 
-  grid_dependency_launch();
-  grid_dependency_wait();
-  const int requests = p.meta.num_requests;
-  for (int request = threadIdx.x; request < requests; request += kFewThreads) {
-    const int64_t position = p.meta.positions[request];
-    const int upto = p.plan.cost_before[request + 1];
-    cost_before[request + 1] = upto;
-    shared_of[request] = p.plan.shared[request];
-    visible_of[request] = p.meta.request_of(request) < 0 ? 0 : static_cast<int>(
-        min((position + 1) >> kCsaShift, static_cast<int64_t>(p.max_entries)));
-    if (request == 0) cost_before[0] = 0;
-    if (request == requests - 1) {
-      next_cost = static_cast<int>(static_cast<int64_t>(upto) * blockIdx.x / gridDim.x);
-      end_cost = static_cast<int>(static_cast<int64_t>(upto) * (blockIdx.x + 1) / gridDim.x);
-    }
-  }
-  __syncthreads();
-
-#pragma unroll 1
-  while (next_cost < end_cost) {
-    const Pass pass = next_pass(p, group, cost_before, shared_of, visible_of, next_cost, end_cost);
-    __syncthreads();  // all have read where this pass begins
-    if (threadIdx.x == 0) next_cost = pass.next_cost;
-    const FewBlock block(raw_shared, group.weights[0], page_rows);
-    if (pass.first < pass.last) {
-      if (pass.alone) {
-        score_tiles<Layout, true>(p, block, few_places<Layout, true>(block), pass.token, pass.token,
-                                  visible_of[pass.token], pass.first, pass.last - pass.first);
-      } else {
-        score_group(p, block, group, pass.first, pass.last);
+  // All threads of a block.
+  template <typename Layout>
+  __device__ __forceinline__ void start(const ScoreParams<Layout>& p) {
+    const int requests = p.meta.num_requests;
+    for (int request = threadIdx.x; request < requests; request += kFewBlock<true>) {
+      const int64_t position = p.meta.positions[request];
+      const int upto = p.plan.cost_before[request + 1];
+      cost_before[request + 1] = upto;
+      shared_of[request] = p.plan.shared[request];
+      visible_of[request] = p.meta.request_of(request) < 0 ? 0 : static_cast<int>(
+          min((position + 1) >> kCsaShift, static_cast<int64_t>(p.max_entries)));
+      if (request == 0) cost_before[0] = 0;
+      if (request == requests - 1) {
+        next_cost = static_cast<int>(static_cast<int64_t>(upto) * blockIdx.x / gridDim.x);
+        end_cost = static_cast<int>(static_cast<int64_t>(upto) * (blockIdx.x + 1) / gridDim.x);
       }
     }
     __syncthreads();
   }
+};
+
+// The teams' part: one pass after another.
+template <typename Layout>
+__device__ __forceinline__ void score_passes(const ScoreParams<Layout>& p, const FewBlock<true>& block, Group& group,
+                                             PlanShare& share) {
+#pragma unroll 1
+  while (share.next_cost < share.end_cost) {
+    const Pass pass = next_pass(p, group, share.cost_before, share.shared_of, share.visible_of, share.next_cost,
+                                share.end_cost);
+    FewBlock<true>::teams_meet();  // all have read where this pass begins
+    if (threadIdx.x == 0) share.next_cost = pass.next_cost;
+    if (pass.first < pass.last) {
+      if (pass.alone) {
+        const TileRange range = {p.out + pass.token * p.out_stride, share.visible_of[pass.token], pass.first,
+                                 pass.last - pass.first};
+        score_tiles<Layout, true>(p, block, pass.token, pass.token, range);
+      } else {
+        score_group(p, block, group, pass.first, pass.last);
+      }
+    }
+    FewBlock<true>::teams_meet();
+  }
+  block.hand_over_end();
+}
+
+template <typename Layout>
+__device__ __forceinline__ void fill_passes(const FewBlock<true>& block) {
+  for (int number = 0;; ++number) {
+    const FewBlock<true>::Range range = block.take_over(number);
+    const int tiles = uniform(range.tiles);
+    if (tiles == 0) return;
+    if (uniform(range.grouped)) {
+      GroupRing<Layout>::fill(group_stages(block), block.keys.barriers, block.keys.halves, tiles, uniform(block.warp));
+    } else {
+      fill_range<Layout>(block, tiles);
+    }
+  }
+}
+
+template <typename Layout>
+__global__ void __launch_bounds__(kFewBlock<true>, 1) score_planned(const __grid_constant__ ScoreParams<Layout> p) {
+  extern __shared__ uint8_t raw_shared[];
+  __shared__ PlanShare share;
+  __shared__ KeySource<true> keys;
+  __shared__ Group group;
+
+  grid_dependency_launch();
+  keys.start();
+  grid_dependency_wait();
+  share.start(p);
+  if (FewBlock<true>::fills()) {
+    hopper::lower_registers<kFillRegisters>();
+    fill_passes<Layout>(FewBlock<true>(raw_shared, group.weights[0], keys));
+    return;
+  }
+  hopper::raise_registers<kScoreRegisters>();
+  score_passes(p, FewBlock<true>(raw_shared, group.weights[0], keys), group, share);
 }
 
 }  // namespace dsv4
