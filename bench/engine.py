@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang_dsv4.cache.granules import SplitPlan, plan_split
+from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST
 from sglang_dsv4.geometry import Geometry
 
 Ids = NDArray[np.int64]
@@ -33,6 +35,7 @@ class Limits:
     running  most requests that run at once
     chunk    most prompt tokens of a step
     context  most tokens of a request
+    granule  bytes by which memory moves between pages and slots, which are those at first; 0 if it does not
     """
 
     pages: int
@@ -41,16 +44,23 @@ class Limits:
     chunk: int = 8192
     page: int = 128
     context: int = 1 << 18
+    granule: int = 0
 
 
 class Engine:
     """The cache of one server. Requests are generators that do one step at a time; see `start`."""
 
-    def __init__(self, limits: Limits, geometry: Geometry, *, user_token: int = 1) -> None:
-        """user_token begins a user's message, as the chat template's role token does on a server."""
+    def __init__(
+        self, limits: Limits, geometry: Geometry, *, user_token: int = 1, plan: SplitPlan | None = None
+    ) -> None:
+        """user_token begins a user's message, as the chat template's role token does on a server.
+
+        plan  how memory moves; made from the limits if not given
+        """
         _publish_config(limits)
         self.limits = limits
-        self.pool, self.pages = _build_pools(limits, geometry)
+        plan = _plan(limits, geometry) if plan is None and limits.granule else plan
+        self.pool, self.pages = _build_pools(limits, geometry, plan)
         self.pool.user_token = user_token
         self.tree = _build_tree(self.pool, self.pages, limits.page)
         self.running: list[Run] = []
@@ -63,7 +73,7 @@ class Engine:
 
     @property
     def used_pages(self) -> int:
-        return self.limits.pages - int(self.pages.available_size()) // self.limits.page
+        return int(self.pages.size - self.pages.available_size()) // self.limits.page
 
     def start(self, ids: Ids, answer: Ids, number: int) -> Run:
         """A request with prompt `ids`, int64 [n], that is going to be answered with `answer`, int64 [m]."""
@@ -231,16 +241,18 @@ def _publish_config(limits: Limits) -> None:
     set_global_server_args_for_scheduler(args)
 
 
-def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:
+def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+    from sglang_dsv4.cache.backing import backing_for
+    from sglang_dsv4.cache.movable import MovablePages
     from sglang_dsv4.cache.pages import PagePool
     from sglang_dsv4.cache.slots import SlotReqToTokenPool, building
 
-    with building(geometry, store_device="meta"):
+    with building(geometry, store_device="meta", plan=plan):
         pool = SlotReqToTokenPool(
             size=limits.running,
-            mamba_size=limits.slots,
+            mamba_size=limits.slots if plan is None else plan.slots,
             mamba_spec_state_size=limits.running,
             max_context_len=limits.context,
             device="cpu",
@@ -250,9 +262,32 @@ def _build_pools(limits: Limits, geometry: Geometry) -> tuple[Any, Any]:
             enable_mamba_extra_buffer=True,
             enable_overlap_schedule=True,
         )
+    if plan is not None:
+        tokens = plan.pages * limits.page
+        store = PagePool(
+            geometry, tokens, "meta", backing=backing_for("meta", plan.page_stores, pool.mamba_pool.memory)
+        )
+        return pool, MovablePages(tokens, limits.page, torch.uint8, "cpu", store, False)
     tokens = limits.pages * limits.page
     store = PagePool(geometry, tokens, "meta")
     return pool, PagedTokenToKVPoolAllocator(tokens, limits.page, torch.uint8, "cpu", store, False)
+
+
+def _plan(limits: Limits, geometry: Geometry) -> SplitPlan:
+    """The bytes of the split at first, to move from there. Begins with fewer slots where granules leave a request too
+    few pages. Raises ValueError where they leave too few anyway."""
+    kept, pages = SLOTS_PER_REQUEST * limits.running, limits.context // limits.page  # the longest request and one
+    budget = geometry.slot_pool_bytes(limits.slots + 1) + geometry.page_pool_bytes((limits.pages + 1) * limits.page)
+    slots = limits.slots
+    while True:
+        try:
+            return plan_split(
+                geometry, budget, slots=slots, least_slots=kept, least_pages=pages, granule=limits.granule
+            )
+        except ValueError:
+            if slots == kept:
+                raise
+            slots -= 1
 
 
 def _build_tree(pool: Any, pages: Any, page: int) -> Any:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,11 +198,13 @@ def simulate(
     users: int = 1,
     chunk: int = 8192,
     share: float | None = None,
+    granule: int = 0,
     progress: bool = False,
 ) -> dict[str, Any]:
     """The report of one run, as written to JSON."""
     geometry = flash()
     limits = limits_for(workload, memory, geometry, users=users, chunk=chunk, share=share)
+    limits = replace(limits, granule=granule)
     before = counters.numbers()
     start = time.perf_counter()
     simulation = Simulation(workload, Engine(limits, geometry), users=users)
@@ -249,6 +251,7 @@ def main() -> None:
         help="comma-separated: ample, third, a fraction of the distinct tokens, bytes",
     )
     parser.add_argument("--share", type=parts, help="comma-separated parts of it for snapshots, instead of the default")
+    parser.add_argument("--granule", type=positive, default=0, help="bytes by which memory moves; 0: it does not")
     parser.add_argument("--users", type=positive, default=1, help="requests that run at once")
     parser.add_argument("--chunk", type=positive, default=8192, help="prompt tokens of a step")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
@@ -259,9 +262,8 @@ def main() -> None:
             built = workloads.build(name, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
             for memory in args.memory:
                 for share in args.share or [None]:
-                    results.append(
-                        simulate(built, memory, users=args.users, chunk=args.chunk, share=share, progress=True)
-                    )
+                    how = {"users": args.users, "chunk": args.chunk, "share": share, "granule": args.granule}
+                    results.append(simulate(built, memory, **how, progress=True))
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
     print(describe(results))

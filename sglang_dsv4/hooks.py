@@ -22,6 +22,21 @@ _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 
 
+@dataclass
+class _Sized:
+    """What sizing decided in this process, between its hooks: SGLang's configurator takes no attributes.
+
+    granule  in which memory moves between slots and pages; 0 if it does not
+    tokens   of pages
+    """
+
+    granule: int = 0
+    tokens: int = 0
+
+
+_sized = _Sized()
+
+
 @dataclass(frozen=True)
 class Hook:
     """A wrapped target.
@@ -79,10 +94,30 @@ def _build_request_pool(original: Callable[..., Any], self: Any, **kwargs: Any) 
     module.HybridReqToTokenPool = SlotReqToTokenPool
     try:
         remedy = "lower --max-mamba-cache-size, --max-running-requests or --mem-fraction-static"
-        with building(self.model_config.hf_config.geometry(self.page_size)), _memory_for("slots and tails", remedy):
+        geometry = self.model_config.hf_config.geometry(self.page_size)
+        plan = _split_plan(self, geometry, kwargs["max_num_reqs"])
+        with building(geometry, plan=plan), _memory_for("slots and tails", remedy):
             return original(self, **kwargs)
     finally:
         module.HybridReqToTokenPool = saved
+
+
+def _split_plan(configurator: Any, geometry: Any, requests: int) -> Any:
+    """How memory is to move between slots and pages; None if it is not."""
+    from sglang.srt.runtime_context import get_memory, get_schedule
+
+    from sglang_dsv4.cache.sizing import plan_for
+
+    if get_memory().disable_radix_cache:
+        return None
+    return plan_for(
+        geometry,
+        _sized.granule,
+        slots=get_schedule().max_mamba_cache_size,
+        pages=_sized.tokens // geometry.page_size,
+        slots_kept=configurator._calculate_mamba_ratio() * requests,
+        context=configurator.model_config.context_len,
+    )
 
 
 def _build_page_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -98,12 +133,37 @@ def _build_page_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> 
     geometry = self.model_config.hf_config.geometry(self.page_size)
     tokens = sizes.max_total_num_tokens
     with _memory_for(f"pages of {tokens} tokens", "lower --max-total-tokens or --mem-fraction-static"):
-        pool = PagePool(geometry, tokens, self.device)
+        plan, backing = requests.split_plan, None
+        if plan is not None:
+            from sglang_dsv4.cache.backing import backing_for
+
+            assert plan.pages == tokens // geometry.page_size, "pages were sized anew after slots"
+            backing = backing_for(self.device, plan.page_stores, requests.mamba_pool.memory)
+        pool = PagePool(geometry, tokens, self.device, backing=backing)
     line = describe(
         geometry, pool.store, requests.mamba_pool.store, requests.tails, sizes.max_running_requests
     )
+    if plan is not None:
+        line += f"; memory moves between slots ({plan.least_slots} to {plan.most_slots}) and pages"
     logger.info(line)
     return pool
+
+
+def _build_page_allocator(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    from sglang_dsv4.config import is_ours
+
+    if not is_ours(self.model_config) or kwargs["req_to_token_pool"].split_plan is None:
+        return original(self, **kwargs)
+    import sglang.srt.mem_cache.kv_cache_configurator as module
+
+    from sglang_dsv4.cache.movable import MovablePages
+
+    saved = module.PagedTokenToKVPoolAllocator
+    module.PagedTokenToKVPoolAllocator = MovablePages
+    try:
+        return original(self, **kwargs)
+    finally:
+        module.PagedTokenToKVPoolAllocator = saved
 
 
 def _pool_configurator(original: Callable[..., Any], kvc: Any) -> Any:
@@ -116,16 +176,22 @@ def _pool_configurator(original: Callable[..., Any], kvc: Any) -> Any:
     from sglang_dsv4.cache.sizing import SlotPoolConfigurator
 
     rows = (get_schedule().max_running_requests or 0) + 1
-    return SlotPoolConfigurator(kvc.model_config.hf_config.geometry(kvc.page_size), rows)
+    granule, slots = _sized.granule, get_schedule().max_mamba_cache_size or 0
+    return SlotPoolConfigurator(kvc.model_config.hf_config.geometry(kvc.page_size), rows, granule, slots)
 
 
 def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: float) -> float:
     from sglang_dsv4.config import is_ours
 
     if is_ours(self.model_config):
-        from sglang_dsv4.cache.sizing import choose_slots
+        from sglang.srt.runtime_context import get_schedule
 
-        choose_slots(self.model_config.hf_config.geometry(self.page_size), int(total_rest_memory * (1 << 30)))
+        from sglang_dsv4.cache.sizing import choose_slots, granule_for
+
+        geometry, available = self.model_config.hf_config.geometry(self.page_size), int(total_rest_memory * (1 << 30))
+        sized = get_schedule().max_mamba_cache_size is not None or get_schedule().max_total_tokens is not None
+        _sized.granule = granule_for(geometry, str(self.device), available, sized_by_user=sized)
+        choose_slots(geometry, available)
     return original(self, total_rest_memory)
 
 
@@ -144,6 +210,7 @@ def _max_requests(original: Callable[..., Any], self: Any, token_capacity: int) 
             slots_per_request=self._calculate_mamba_ratio(),
             geometry=self.model_config.hf_config.geometry(self.page_size),
         )
+        _sized.tokens = token_capacity
     return original(self, token_capacity)
 
 
@@ -287,6 +354,19 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
         _build_page_pool,
         "there are no pages for compressed entries",
+    ),
+    Hook(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+        (
+            "self",
+            "sizes",
+            "token_to_kv_pool",
+            "is_dsv4_model",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+        ),
+        _build_page_allocator,
+        "memory does not move between slots and pages",
     ),
     Hook(
         f"{_CONFIGURATOR}._handle_max_mamba_cache",

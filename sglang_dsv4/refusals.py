@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from .flag_rules import CPU_RULES, ENVIRONMENT, HARMLESS, REFUSED_VALUES, RULES, Rule
 from .geometry import INDEX_LAYOUTS, MAIN_LAYOUTS, PAGE_SIZES, Geometry
-from .switches import CHECK_RANKS, REFERENCE, switched_on
+from .switches import CHECK_RANKS, REFERENCE, SPLIT, switched_on
 
 ARCHITECTURE = "DeepseekV4SlotForCausalLM"
 BACKEND = "dsv4_slot"  # the attention backend's and the config parser's name
@@ -230,6 +230,9 @@ def check_environment(env: Mapping[str, str]) -> None:
     for name, why in ENVIRONMENT:
         if env.get(name, "").lower() not in HARMLESS:
             raise Refused(f"{name}={env[name]} has no effect on this model", why, "unset it")
+    if env.get(SPLIT, "") not in ("", "moves", "static"):
+        why = "memory moves between slots and pages or it does not"
+        raise Refused(f"{SPLIT}={env[SPLIT]}", why, "set it to moves or static")
 
 
 def check_version(installed: str, env: Mapping[str, str] | None = None) -> str | None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 REFERENCE = "SGLANG_DSV4_REFERENCE"  # torch references instead of CUDA kernels
+SPLIT = "SGLANG_DSV4_SPLIT"  # "moves" or "static", whatever `cache/sizing.py` would choose
 CHECK_RANKS = "SGLANG_DSV4_CHECK_RANKS"  # ranks compare what they read and choose: attention/agreement.py
 
 

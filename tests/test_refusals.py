@@ -220,6 +220,11 @@ def test_unknown_row_formats_and_flags_that_contradict_them_are_refused(env, fie
     refusal(refusals.store_format, args(**fields), env)
 
 
+def test_a_split_that_neither_moves_nor_stays_is_refused():
+    assert "SGLANG_DSV4_SPLIT=maybe" in refusal(decide, env={"SGLANG_DSV4_SPLIT": "maybe"})
+    decide(env={"SGLANG_DSV4_SPLIT": "moves"})
+
+
 # The checkpoint
 
 

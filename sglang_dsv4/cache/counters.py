@@ -18,6 +18,10 @@ class Counters:
     superseded          snapshots dropped because their conversation had gone on
     snapshots_evicted   snapshots dropped with the leaf that was worth least
     pages_evicted       pages dropped for that reason
+    lots_to_pages       moves of memory from slots to pages (`split.py`)
+    lots_to_slots       and from pages to slots
+    snapshots_moved     snapshots that were copied to another slot for that
+    pages_moved         pages that were copied to another place for that
     missed_tokens       tokens of prompts that were not found, by cause (`causes.py`)
     hits, hit_tokens    requests that resumed, and what they found, by the kind of place; "nowhere" found nothing
     """
@@ -30,6 +34,10 @@ class Counters:
     superseded: int = 0
     snapshots_evicted: int = 0
     pages_evicted: int = 0
+    lots_to_pages: int = 0
+    lots_to_slots: int = 0
+    snapshots_moved: int = 0
+    pages_moved: int = 0
     hits: Counter[str] = field(default_factory=Counter)
     hit_tokens: Counter[str] = field(default_factory=Counter)
     missed_tokens: Counter[str] = field(default_factory=Counter)

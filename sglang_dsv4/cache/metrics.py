@@ -22,6 +22,10 @@ COUNTED = {
     "superseded": ("snapshots_superseded", "Snapshots dropped because their conversation had gone on."),
     "snapshots_evicted": ("snapshots_evicted", "Snapshots dropped with the leaf that was worth least."),
     "pages_evicted": ("pages_evicted", "Pages dropped with the leaf that was worth least."),
+    "lots_to_pages": ("lots_to_pages", "Moves of memory from slots to pages."),
+    "lots_to_slots": ("lots_to_slots", "Moves of memory from pages to slots."),
+    "snapshots_moved": ("snapshots_moved", "Snapshots copied to another slot for a move."),
+    "pages_moved": ("pages_moved", "Pages copied to another place for a move."),
 }
 LABELLED = {  # by the label `at` or `cause`
     "hits": ("hits", "Requests by where they resumed.", "at"),
@@ -71,6 +75,8 @@ def log_line(usage: Usage, counts: Counters) -> str:
         f"and {usage.slots_free} free of {usage.slots_total} slots; snapshots published {counts.published}, "
         f"refused {counts.interior_refused}, duplicate {counts.duplicates}, skipped {counts.skipped}, "
         f"superseded {counts.superseded}, evicted {counts.snapshots_evicted}; pages evicted {counts.pages_evicted}; "
+        f"moves to pages {counts.lots_to_pages}, to slots {counts.lots_to_slots}, "
+        f"copying {counts.snapshots_moved} snapshots and {counts.pages_moved} pages; "
         f"resumed at: {hits or 'nothing yet'}; missed tokens: {missed or 'none'}"
     )
 

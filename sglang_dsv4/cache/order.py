@@ -31,10 +31,15 @@ class EvictionOrder:
 
     def __init__(self, room: int = LEAST_REMEMBERED) -> None:
         self.model, self.seen = ReuseModel(), SeenPages(room)
+        self.snapshot_pages: float | None = None  # that a snapshot costs, where memory moves between the two
 
     def clear(self) -> None:
         """Forget everything. What waiting requests bring along of it counts no more."""
-        self.model, self.seen = ReuseModel(), SeenPages(self.seen.room)
+        self.model, self.seen = ReuseModel(self.snapshot_pages), SeenPages(self.seen.room)
+
+    def moves(self, snapshot_pages: float) -> None:
+        """Memory moves between pages and snapshots: what counts is a leaf's worth a byte."""
+        self.snapshot_pages = self.model.snapshot_pages = snapshot_pages
 
     def arrives(self, tree: Any, req: Any) -> None:
         """A request is prepared for the first time."""
@@ -98,7 +103,7 @@ class EvictionOrder:
                 break
             node, chain, path = mark.node, mark.chain, _path(tree, mark.node)
             leaf = bool(path) and not path[-1].num_children
-            if leaf and _locked(tree, node):
+            if leaf and locked(tree, node):
                 self.model.hold(mark)
                 continue
             self.model.withdraw(mark)
@@ -113,7 +118,7 @@ class EvictionOrder:
         """A leaf below `above` went: its parent may be a leaf now. Without a snapshot it goes, too."""
         while above and (path := _path(tree, above[-1].node_id)) and not path[-1].num_children:
             node = path[-1].node_id
-            if _has_snapshot(tree, node) or _locked(tree, node):
+            if _has_snapshot(tree, node) or locked(tree, node):
                 parent = self.model.mark(chain[path[-1].path_end // tree.page_size - 1], INNER, mark.cls.turn)
                 self.model.offer(parent, node, _span(tree, path), chain)
                 return
@@ -156,7 +161,7 @@ def _span(tree: Any, path: tuple[TreePathNodeInfo, ...]) -> int:
     return int(path[-1].path_end - start) // int(tree.page_size)
 
 
-def _locked(tree: Any, node: int) -> bool:
+def locked(tree: Any, node: int) -> bool:
     """Whether a request holds the pages of the leaf `node`, found out by locking: a held path gains no protection."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 

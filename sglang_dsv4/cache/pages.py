@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
+from sglang_dsv4.cache.backing import Backing
 from sglang_dsv4.cache.debug import poison_enabled
 from sglang_dsv4.cache.handle import EntryStore
 from sglang_dsv4.geometry import Geometry
@@ -21,7 +22,9 @@ class PagePool(KVCache):
     Location 0 .. page_size - 1 is SGLang's padding page; it is allocated like any other.
     """
 
-    def __init__(self, geometry: Geometry, size: int, device: str, *, start_layer: int = 0) -> None:
+    def __init__(
+        self, geometry: Geometry, size: int, device: str, *, start_layer: int = 0, backing: Backing | None = None
+    ) -> None:
         super().__init__(
             size,
             geometry.page_size,
@@ -33,7 +36,7 @@ class PagePool(KVCache):
             end_layer=geometry.num_layers,
         )
         self.geometry = geometry
-        self.store = EntryStore(geometry, size + geometry.page_size, device)
+        self.store = EntryStore(geometry, size + geometry.page_size, device, backing)
         if poison_enabled():
             self.store.poison()
         self._finalize_allocation_log(size)

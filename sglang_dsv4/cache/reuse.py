@@ -101,8 +101,10 @@ class _Table:
 class ReuseModel:
     """Marks, their statistics, and which of those that are leaves is worth least."""
 
-    def __init__(self) -> None:
+    def __init__(self, snapshot_pages: float | None = None) -> None:
+        """snapshot_pages  that a snapshot costs: leaves are ranked by their worth a byte then, whatever is short"""
         self.now = 0
+        self.snapshot_pages = snapshot_pages
         self._marks: OrderedDict[int, Mark] = OrderedDict()
         self._tables: dict[tuple[object, ...], _Table] = defaultdict(_Table)
         self._weight = 1.0  # of an observation made now
@@ -208,6 +210,10 @@ class ReuseModel:
             self._leave(mark)
             self._join(mark)
 
+    def ends(self) -> list[int]:
+        """Nodes of all leaves that were offered."""
+        return list(self._ends)
+
     def end_of(self, node: int) -> Mark | None:
         """The mark at the leaf `node`, None if that was not offered."""
         return self._ends.get(node)
@@ -229,6 +235,9 @@ class ReuseModel:
 
     def _rank(self, key: _Group, *, by_span: bool) -> tuple[float, int, _Group]:
         worth = self.values(key.cls)[key.age]
+        if self.snapshot_pages is not None:
+            span = 0.75 * (1 << key.span_bits)
+            return worth * span / (span + self.snapshot_pages), self._serials[key], key
         return worth * (1 << key.span_bits) if by_span else worth, self._serials[key], key
 
     def _join(self, mark: Mark) -> None:

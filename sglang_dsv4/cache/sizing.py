@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
+from sglang_dsv4.cache.granules import GRANULE, SplitPlan, overhead, plan_around, plan_split
 from sglang_dsv4.geometry import Geometry
+from sglang_dsv4.switches import SPLIT
 
 # State slots that SGLang needs per running request with overlap scheduling: live, two tracking, two in flight.
 SLOTS_PER_REQUEST = 5
@@ -15,6 +19,12 @@ SLOTS_PER_REQUEST = 5
 SNAPSHOT_SHARE = 0.28
 # Requests may not take more than this part of the memory for state before anything is cached.
 FIXED_SHARE_LIMIT = 0.5
+# By device: granules in which memory moves between slots and pages. CUDA maps no less than 2 MiB, the host a page.
+GRANULES = {"cpu": mmap.PAGESIZE, "cuda": GRANULE}
+# Where it moves unless told otherwise. To have "cuda" once `bench/backing_check.py` has passed on a card.
+MOVES_ON = ("cpu",)
+# Part of the memory that granules which are not full may take; where it is more, the split is static.
+OVERHEAD_LIMIT = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,21 @@ def fit_tokens(geometry: Geometry, available_bytes: int) -> int:
 class SlotPoolConfigurator(MemoryPoolConfigurator):
     """SGLang's sizing question for the page pool; slots were already subtracted from `available_bytes`."""
 
-    def __init__(self, geometry: Geometry, request_rows: int) -> None:
+    def __init__(self, geometry: Geometry, request_rows: int, granule: int = 0, slots: int = 0) -> None:
+        """granule  in which memory moves between `slots` and pages; 0 if it does not"""
         self.geometry = geometry
         self.request_rows = request_rows
+        self.granule, self.slots = granule, slots
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        return self._config(fit_tokens(self.geometry, available_bytes - self.geometry.tail_bytes(self.request_rows)))
+        left = available_bytes - self.geometry.tail_bytes(self.request_rows)
+        if not self.granule:
+            return self._config(fit_tokens(self.geometry, left))
+        budget = left + self.geometry.slot_pool_bytes(self.slots + 1)
+        plan = plan_split(
+            self.geometry, budget, slots=self.slots, least_slots=1, least_pages=1, granule=self.granule
+        )
+        return self._config(plan.pages * page_size)
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
         return self._config(max_total_num_tokens // self.geometry.page_size * self.geometry.page_size)
@@ -83,6 +102,37 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
     @staticmethod
     def _config(tokens: int) -> MemoryPoolConfig:
         return MemoryPoolConfig(max_total_num_tokens=tokens)
+
+
+def granule_for(geometry: Geometry, device: str, available_bytes: int, *, sized_by_user: bool) -> int:
+    """Bytes by which memory moves between slots and pages at run time; 0 where the split is static.
+
+    It moves unless the user set either size, on devices where that was tried, where granules waste little.
+    """
+    told, kind = os.environ.get(SPLIT), device.partition(":")[0]
+    granule = GRANULES.get(kind, 0)
+    if told == "static" or not granule:
+        return 0
+    if told == "moves":
+        return granule
+    wasteful = overhead(geometry, granule) > OVERHEAD_LIMIT * available_bytes
+    return 0 if sized_by_user or wasteful or kind not in MOVES_ON else granule
+
+
+def plan_for(
+    geometry: Geometry, granule: int, *, slots: int, pages: int, slots_kept: int, context: int
+) -> SplitPlan | None:
+    """The split that a server begins with, to move from there. What a single request may need stays in pages.
+
+    slots_kept  that running requests may take
+    context     tokens of the longest request
+    """
+    if not granule:
+        return None
+    least = min(pages, -(-context // geometry.page_size) + 2)
+    return plan_around(
+        geometry, slots=slots, pages=pages, least_slots=min(slots, slots_kept), least_pages=least, granule=granule
+    )
 
 
 def describe(geometry: Geometry, pages: Any, slots: Any, tails: Any, max_running_requests: int) -> str:

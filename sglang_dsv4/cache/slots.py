@@ -10,12 +10,16 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from torch import Tensor
 
+from sglang_dsv4.cache.backing import Memory, backing_for, memory_for
 from sglang_dsv4.cache.debug import poison_enabled
+from sglang_dsv4.cache.granules import SplitPlan
 from sglang_dsv4.cache.handle import SlotStore, TailStore
 from sglang_dsv4.cache.interior import InteriorSnapshots
+from sglang_dsv4.cache.movable import MovableSlots
 from sglang_dsv4.geometry import Geometry
 from sglang_dsv4.ops.dispatch import operations
 
@@ -24,33 +28,44 @@ if TYPE_CHECKING:
 
 _geometry: ContextVar[Geometry] = ContextVar("geometry of the pools under construction")
 _store_device: ContextVar[str | None] = ContextVar("device of their stores", default=None)
+_plan: ContextVar[SplitPlan | None] = ContextVar("how memory moves between them", default=None)
 
 
 @contextmanager
-def building(geometry: Geometry, *, store_device: str | None = None) -> Iterator[None]:
+def building(
+    geometry: Geometry, *, store_device: str | None = None, plan: SplitPlan | None = None
+) -> Iterator[None]:
     """SGLang constructs the request pool with its own arguments; this hands our constructors the geometry.
 
     store_device  where the bytes go if not to the pool's device: "meta" for bookkeeping without bytes
+    plan          if memory moves between slots and pages
     """
-    tokens = _geometry.set(geometry), _store_device.set(store_device)
+    tokens = _geometry.set(geometry), _store_device.set(store_device), _plan.set(plan)
     try:
         yield
     finally:
         _geometry.reset(tokens[0])
         _store_device.reset(tokens[1])
+        _plan.reset(tokens[2])
 
 
 class SlotPool(MambaPool):
     """Slots 1 .. size and the dummy slot 0. `MambaPool.__init__` is skipped: its shapes are not ours."""
 
     def __init__(self, *, size: int, mamba_layer_ids: list[int], device: str, **_: Any) -> None:
-        geometry = _geometry.get()
-        self.size = size
+        geometry, plan = _geometry.get(), _plan.get()
+        self._size = size
+        self.allocator: MovableSlots | None = None
+        self.memory: Memory | None = None  # of slots and pages, where it moves between them
         self.device = device
         self.geometry = geometry
         self.mamba_layer_ids = list(mamba_layer_ids)
         self.num_mamba_layers = len(mamba_layer_ids)
-        self.store = SlotStore(geometry, size + 1, _store_device.get() or device)
+        where, backing = _store_device.get() or device, None
+        if plan is not None:
+            self.memory = memory_for(where, plan.budget, plan.granule)
+            backing = backing_for(where, plan.slot_stores, self.memory)
+        self.store = SlotStore(geometry, size + 1, where, backing)
         # What SGLang looks up on a state pool; none of these features apply.
         self.debug_memory_pool = False
         self.enable_linear_replayssm = False
@@ -63,6 +78,11 @@ class SlotPool(MambaPool):
         self._ops = operations(torch.device(device).type)
         if poison_enabled():
             self.store.poison()
+
+    @property
+    def size(self) -> int:
+        """Slots that there are: what SGLang's statistics and leak checks ask for."""
+        return self._size if self.allocator is None else self.allocator.size
 
     def clear_slots(self, indices: Tensor) -> None:
         """Nothing to clear: every read of a slot is bounded by the request's positions, never by its content."""
@@ -86,9 +106,14 @@ class SlotReqToTokenPool(HybridReqToTokenPool):
     """Request rows with their tails. Row 0 pads; a tail is empty at every page boundary, so no snapshot holds one."""
 
     mamba_pool_cls = SlotPool
+    mamba_allocator: MambaSlotAllocator
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.split_plan = _plan.get()
+        if self.split_plan is not None:
+            old = self.mamba_allocator
+            self.mamba_allocator = self.mamba_pool.allocator = MovableSlots(old.size, old.device)
         self.interior = InteriorSnapshots()
         self.user_token: int | None = None  # id of the token that begins a user's message; -1 if there is none
         device = _store_device.get() or kwargs["device"]

@@ -18,6 +18,7 @@ from sglang_dsv4.cache.causes import LEAST_REMEMBERED
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.habits import ANSWER, ResumeHabits
 from sglang_dsv4.cache.order import EvictionOrder
+from sglang_dsv4.cache.split import MovingSplit
 
 _REMEMBERED = 1 << 16  # nodes of which anything is known; the oldest are forgotten
 
@@ -37,6 +38,8 @@ class SupersededPaths:
         self.kind: str | None = None  # of the snapshot that is being inserted
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
         self.kept: tuple[int, ...] = ()  # nodes above it whose snapshots are not superseded
+        self.split: MovingSplit | None = None
+        self._snapshots: dict[int, None] = {}  # nodes where one was inserted, where memory moves
         self._kept_above: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._prompts: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._answers: OrderedDict[int, tuple[int, ...]] = OrderedDict()
@@ -57,6 +60,30 @@ class SupersededPaths:
         if len(group) > _REMEMBERED:
             group.popitem(last=False)
 
+    def inserted(self, tree: Any, node: int) -> None:
+        """There is a snapshot at `node`."""
+        if self.split is not None:
+            self._snapshots[node] = None
+            if len(self._snapshots) > 2 * self.split.slots.size + 64:
+                self._snapshots = {node: None for node, _ in self.snapshots_of(tree)}
+
+    def snapshots_of(self, tree: Any) -> list[tuple[int, Any]]:
+        """Nodes with snapshots and the tensors that say where these are."""
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        found = ((node, _value(tree, node, ComponentType.MAMBA)) for node in self._snapshots)
+        return [(node, value) for node, value in found if value is not None]
+
+    def pages_of(self, tree: Any) -> list[tuple[int, Any]]:
+        """Nodes and the tensors that say where their tokens are."""
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        core, nodes = tree.tree_core, dict.fromkeys([*self.order.model.ends(), *self._snapshots])
+        standing = [node for node in nodes if _value(tree, node, ComponentType.FULL) is not None]
+        above = {one.node_id: None for path in core.collect_path_info(standing) for one in path}
+        found = ((node, _value(tree, node, ComponentType.FULL)) for node in above)
+        return [(node, value) for node, value in found if value is not None and len(value)]
+
     def keep(self, node: int, above: tuple[int, ...]) -> tuple[int, ...]:
         """The snapshot at `node` stays when its path goes on, like those `above` it; returns all of them."""
         kept = (*above, node)
@@ -76,6 +103,7 @@ class SupersededPaths:
         self._kept_above.clear()
         self._prompts.clear()
         self._answers.clear()
+        self._snapshots.clear()
         self.habits.clear()
         self.order.clear()
 
@@ -113,6 +141,14 @@ def _lock(tree: Any, node: int) -> Any:
         return None
 
 
+def _value(tree: Any, node: int, component: Any) -> Any:
+    """The tree's own tensor, None if there is none."""
+    try:
+        return tree.tree_core.get_component_device_value(node, component)
+    except KeyError:
+        return None
+
+
 def _trim_path(tree: Any, tail: int) -> int:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import BaseEvictionResult
 
@@ -133,6 +169,10 @@ def paths_of(tree: Any) -> SupersededPaths:
     root = tree.tree_core.root_node_handle()
     if paths is None:
         paths = tree._dsv4_paths = SupersededPaths(tree.token_to_kv_pool_allocator.size // tree.page_size)
+        if (plan := getattr(tree.req_to_token_pool, "split_plan", None)) is not None and not tree.disable:
+            geometry = tree.req_to_token_pool.mamba_pool.geometry
+            paths.split = MovingSplit(tree, plan)
+            paths.order.moves(float(geometry.slot_bytes / (geometry.token_alloc_bytes * geometry.page_size)))
     elif root != paths.root:
         paths.clear()
     paths.root = root
@@ -146,6 +186,7 @@ def defer(tree: Any, action: Any) -> bool:
     if not isinstance(action, MambaEvictExcessPathStates):
         return False
     counters.published += 1
+    paths_of(tree).inserted(tree, action.tail_node_id)
     paths_of(tree).extended(action.tail_node_id)
     return True
 
@@ -153,6 +194,8 @@ def defer(tree: Any, action: Any) -> bool:
 def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwargs: Any) -> Any:
     """Room for an allocation: superseded snapshots go first, then the leaves worth least, then what SGLang chooses."""
     pages = snapshots = superseded = 0
+    if (split := paths_of(tree).split) is not None:
+        split.yield_to(params.num_tokens, params.mamba_num)
     if not kwargs and not tree.disable:
         superseded, pages, snapshots, params = _make_room(tree, params)
     result = original(tree, params, **kwargs)
@@ -167,10 +210,18 @@ def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwar
 def _make_room(tree: Any, params: Any) -> tuple[int, int, int, Any]:
     """Superseded snapshots, tokens and snapshots that went, and what of `params` is still wanted."""
     paths, allocator = paths_of(tree), tree.token_to_kv_pool_allocator
-    superseded = paths.trim(tree, params.mamba_num) if params.mamba_num > 0 else 0
-    wanted = max(0, params.mamba_num - superseded)
-    goal = allocator.available_size() + params.num_tokens
-    tokens, snapshots = paths.order.evict(tree, params.num_tokens, wanted)
+    goal, moved = allocator.available_size() + max(0, params.num_tokens), 0
+    trims = params.mamba_num > 0
+    if paths.split is not None:
+        slots = tree.req_to_token_pool.mamba_allocator
+        before = slots.available_size()
+        paths.split.consider(tree, paths, params.num_tokens, params.mamba_num)
+        moved = slots.available_size() - before
+        trims = params.mamba_num > moved and paths.split.may_trim(tree)
+    superseded = paths.trim(tree, params.mamba_num - moved) if trims else 0
+    wanted = max(0, params.mamba_num - moved - superseded)
+    needed = max(0, goal - allocator.available_size()) if params.num_tokens > 0 else 0
+    tokens, snapshots = paths.order.evict(tree, needed, wanted)
     short = max(0, goal - allocator.available_size()) if params.num_tokens > 0 else 0
     left = dataclasses.replace(params, num_tokens=short, mamba_num=max(0, wanted - snapshots))
     return superseded, tokens, snapshots, left
