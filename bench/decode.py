@@ -6,6 +6,7 @@ client sees holds the arrival of the requests too, which takes seconds for 64 pr
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
@@ -15,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +125,64 @@ def shared_cells(
 def distinct_cell(
     servers: dict[str, Server], vocabulary: int, context: int, batch: int, repeats: int
 ) -> tuple[str, dict[str, list[float]]]:
-    """Step times where every request has a context of its own, cached."""
+    """Step times where every request has a context of its own.
+
+    Each server computes the prompts once and then goes on and is paused in turn: a cache of windows may not hold what
+    it takes to begin so many contexts again.
+    """
     prompts = [text(f"own {context} {i}", context, vocabulary) for i in range(batch)]
-    for server in servers.values():
+    begun = [Paused(server, prompts, own_steps(repeats)) for server in servers.values()]
+    times: dict[str, list[float]] = {name: [] for name in servers}
+    for _ in range(repeats):
+        for name, running in zip(servers, begun, strict=True):
+            times[name].append(round(running.token_ms(), 4))
+    for running in begun:
+        running.end()
+    return f"{batch} x {context} distinct", times
+
+
+def own_steps(repeats: int) -> int:
+    """Answer tokens that `distinct_cell` may take of every request, with what passes before a server is paused."""
+    return (repeats + 1) * (WINDOWS + 3) * LOG_INTERVAL
+
+
+class Paused:
+    """A batch that a server has begun to decode, paused but for the runs that are timed. Raises ServerError."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], steps: int) -> None:
+        self.server, self.batch = server, len(prompts)
+        self._pool = ThreadPoolExecutor(1)
         server.client.flush()
-        for ids in prompts:
-            server.client.generate(ids, 1, logprobs=False)
-    return f"{batch} x {context} distinct", alternated(servers, [[*ids, 1, 2, 3, 4] for ids in prompts], repeats)
+        self._answer = self._pool.submit(batch_seconds, server.client, prompts, steps)
+        self._lines(server.log.stat().st_size, 1)
+        self._pause()
+
+    def token_ms(self) -> float:
+        """Milliseconds a step; the median of WINDOWS log lines."""
+        before = self.server.log.stat().st_size
+        self.server.client.post("/continue_generation", {})
+        times = self._lines(before, WINDOWS + 1)[1 : WINDOWS + 1]  # the first one holds the pause
+        self._pause()
+        return statistics.median(times)
+
+    def end(self) -> None:
+        self.server.client.post("/continue_generation", {})
+        self.server.client.abort_all()
+        with contextlib.suppress(ServerError):
+            self._answer.result()
+        self._pool.shutdown()
+
+    def _pause(self) -> None:
+        self.server.client.post("/pause_generation", {"mode": "in_place"})
+
+    def _lines(self, begin: int, count: int) -> list[float]:
+        """Step times that the log gives from byte `begin` on, as soon as there are so many."""
+        while len(times := step_times(self.server.log, begin, self.batch)) < count:
+            if self._answer.done():
+                self._answer.result()
+                raise ServerError(f"{self.server.log} has too few decode steps of {self.batch} requests")
+            time.sleep(0.05)
+        return times
 
 
 def prefill_rates(

@@ -12,6 +12,7 @@ they arrived in the recording, X times as fast.
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 import threading
@@ -53,7 +54,11 @@ class ServerTokens(TokenSource):
 
     def draw(self, key: str, count: int) -> Ids:
         drawn = super().draw(key, count)
-        return drawn if key in ROLE_TOKENS else np.asarray(self.ids, dtype=np.int64)[drawn]
+        return drawn if key in ROLE_TOKENS else self._ids[drawn]
+
+    @functools.cached_property
+    def _ids(self) -> Ids:
+        return np.asarray(self.ids, dtype=np.int64)  # once: a vocabulary takes longer than what is drawn from it
 
 
 def tokens_of(client: Client, id_range: tuple[int, int] | None) -> ServerTokens:

@@ -165,7 +165,7 @@ class Bench:
 
     def distinct(self, context: int, batch: int) -> None:
         """Decode steps where every request has its own context."""
-        tokens = (context + 512) * batch
+        tokens = (context + decode.own_steps(self.repeats) + 512) * batch
         launches = {
             OURS: self.base.over(Pools(tokens, 5 * batch + 128, 0), batch),
             IN_TREE: self.base.in_tree(tokens, DEFAULT_RATIO, batch),

@@ -12,7 +12,6 @@ from engine import Engine, Limits
 from simulate import Simulation, flash
 from workloads import build
 
-from sglang_dsv4.cache import sizing
 from sglang_dsv4.cache.backing import Backing, HostBacking, Memory
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.granules import GRANULE, Region, overhead, page_group, plan_around, plan_split, slot_group
@@ -93,12 +92,10 @@ def test_memory_moves_where_granules_waste_little_and_nobody_set_a_size(monkeypa
     g = geometry("v4_flash")
     gib = 1 << 30
     monkeypatch.delenv("SGLANG_DSV4_SPLIT", raising=False)
-    monkeypatch.setattr(sizing, "MOVES_ON", ("cpu", "cuda"))
     assert granule_for(g, "cuda", 60 * gib, sized_by_user=False) == GRANULE
     assert granule_for(g, "cuda:1", 2 * gib, sized_by_user=False) == 0
     assert granule_for(g, "cuda", 60 * gib, sized_by_user=True) == 0
-    monkeypatch.setattr(sizing, "MOVES_ON", ("cpu",))
-    assert granule_for(g, "cuda", 60 * gib, sized_by_user=False) == 0
+    assert granule_for(g, "xpu", 60 * gib, sized_by_user=False) == 0
     monkeypatch.setenv("SGLANG_DSV4_SPLIT", "moves")
     assert granule_for(g, "cuda", 60 * gib, sized_by_user=True) == GRANULE
     monkeypatch.setenv("SGLANG_DSV4_SPLIT", "static")

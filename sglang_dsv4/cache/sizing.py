@@ -21,8 +21,6 @@ SNAPSHOT_SHARE = 0.28
 FIXED_SHARE_LIMIT = 0.5
 # By device: granules in which memory moves between slots and pages. CUDA maps no less than 2 MiB, the host a page.
 GRANULES = {"cpu": mmap.PAGESIZE, "cuda": GRANULE}
-# Where it moves unless told otherwise. To have "cuda" once `bench/backing_check.py` has passed on a card.
-MOVES_ON = ("cpu",)
 # Part of the memory that granules which are not full may take; where it is more, the split is static.
 OVERHEAD_LIMIT = 1 / 16
 
@@ -107,7 +105,7 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
 def granule_for(geometry: Geometry, device: str, available_bytes: int, *, sized_by_user: bool) -> int:
     """Bytes by which memory moves between slots and pages at run time; 0 where the split is static.
 
-    It moves unless the user set either size, on devices where that was tried, where granules waste little.
+    It moves on a CPU and on CUDA, unless the user set either size, where granules waste little.
     """
     told, kind = os.environ.get(SPLIT), device.partition(":")[0]
     granule = GRANULES.get(kind, 0)
@@ -116,7 +114,7 @@ def granule_for(geometry: Geometry, device: str, available_bytes: int, *, sized_
     if told == "moves":
         return granule
     wasteful = overhead(geometry, granule) > OVERHEAD_LIMIT * available_bytes
-    return 0 if sized_by_user or wasteful or kind not in MOVES_ON else granule
+    return 0 if sized_by_user or wasteful else granule
 
 
 def plan_for(
