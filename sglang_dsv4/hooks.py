@@ -190,7 +190,8 @@ def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: fl
 
         geometry, available = self.model_config.hf_config.geometry(self.page_size), int(total_rest_memory * (1 << 30))
         sized = get_schedule().max_mamba_cache_size is not None or get_schedule().max_total_tokens is not None
-        _sized.granule = granule_for(geometry, str(self.device), available, sized_by_user=sized)
+        ranks = self.server_args.tp_size
+        _sized.granule = granule_for(geometry, str(self.device), available, sized_by_user=sized, ranks=ranks)
         choose_slots(geometry, available)
     return original(self, total_rest_memory)
 

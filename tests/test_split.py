@@ -95,9 +95,10 @@ def test_memory_moves_where_granules_waste_little_and_nobody_set_a_size(monkeypa
     assert granule_for(g, "cuda", 60 * gib, sized_by_user=False) == GRANULE
     assert granule_for(g, "cuda:1", 2 * gib, sized_by_user=False) == 0
     assert granule_for(g, "cuda", 60 * gib, sized_by_user=True) == 0
+    assert granule_for(g, "cuda", 60 * gib, sized_by_user=False, ranks=2) == 0
     assert granule_for(g, "xpu", 60 * gib, sized_by_user=False) == 0
     monkeypatch.setenv("SGLANG_DSV4_SPLIT", "moves")
-    assert granule_for(g, "cuda", 60 * gib, sized_by_user=True) == GRANULE
+    assert granule_for(g, "cuda", 60 * gib, sized_by_user=True, ranks=2) == GRANULE
     monkeypatch.setenv("SGLANG_DSV4_SPLIT", "static")
     assert granule_for(g, "cpu", 60 * gib, sized_by_user=False) == 0
 

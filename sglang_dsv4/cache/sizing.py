@@ -102,10 +102,13 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
         return MemoryPoolConfig(max_total_num_tokens=tokens)
 
 
-def granule_for(geometry: Geometry, device: str, available_bytes: int, *, sized_by_user: bool) -> int:
+def granule_for(
+    geometry: Geometry, device: str, available_bytes: int, *, sized_by_user: bool, ranks: int = 1
+) -> int:
     """Bytes by which memory moves between slots and pages at run time; 0 where the split is static.
 
-    It moves on a CPU and on CUDA, unless the user set either size, where granules waste little.
+    It moves on a CPU and on CUDA, unless the user set either size, where granules waste little, with one tensor parallel
+    rank: several move alike by construction, which has not been seen on GPUs.
     """
     told, kind = os.environ.get(SPLIT), device.partition(":")[0]
     granule = GRANULES.get(kind, 0)
@@ -114,7 +117,7 @@ def granule_for(geometry: Geometry, device: str, available_bytes: int, *, sized_
     if told == "moves":
         return granule
     wasteful = overhead(geometry, granule) > OVERHEAD_LIMIT * available_bytes
-    return 0 if sized_by_user or wasteful else granule
+    return 0 if sized_by_user or wasteful or ranks > 1 else granule
 
 
 def plan_for(
