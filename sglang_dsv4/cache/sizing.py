@@ -107,8 +107,8 @@ def granule_for(
 ) -> int:
     """Bytes by which memory moves between slots and pages at run time; 0 where the split is static.
 
-    It moves on a CPU and on CUDA, unless the user set either size, where granules waste little, with one tensor parallel
-    rank: several move alike by construction, which has not been seen on GPUs.
+    It moves on a CPU and on CUDA, unless the user set either size, where granules waste little, with one tensor
+    parallel rank: several move alike by construction, which has not been seen on GPUs.
     """
     told, kind = os.environ.get(SPLIT), device.partition(":")[0]
     granule = GRANULES.get(kind, 0)
