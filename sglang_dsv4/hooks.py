@@ -186,12 +186,17 @@ def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: fl
     if is_ours(self.model_config):
         from sglang.srt.runtime_context import get_schedule
 
+        from sglang_dsv4.cache.backing import cannot_move
         from sglang_dsv4.cache.sizing import choose_slots, granule_for
 
         geometry, available = self.model_config.hf_config.geometry(self.page_size), int(total_rest_memory * (1 << 30))
         sized = get_schedule().max_mamba_cache_size is not None or get_schedule().max_total_tokens is not None
         ranks = self.server_args.tp_size
-        _sized.granule = granule_for(geometry, str(self.device), available, sized_by_user=sized, ranks=ranks)
+        granule = granule_for(geometry, str(self.device), available, sized_by_user=sized, ranks=ranks)
+        if granule and (why := cannot_move(self.device)):
+            logger.warning("memory does not move between slots and pages: %s", why)
+            granule = 0
+        _sized.granule = granule
         choose_slots(geometry, available)
     return original(self, total_rest_memory)
 

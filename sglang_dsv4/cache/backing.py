@@ -129,6 +129,10 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
+_OUT_OF_MEMORY = 2
+_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+
+
 class Driver:
     """The virtual memory calls of the CUDA driver on one device. Raises RuntimeError, naming the call that failed."""
 
@@ -136,8 +140,15 @@ class Driver:
         torch.cuda.init()
         torch.zeros(1, device=f"cuda:{device}")  # makes the primary context current, as the calls below need
         self._library = ctypes.CDLL("libcuda.so.1")
+        self.device = device
         self.properties = _Properties(type=1, location=_Location(1, device))
         self.access = _Access(_Location(1, device), 3)
+
+    def maps(self) -> bool:
+        """Whether the device has virtual memory management: some virtual machines pass on a card without it."""
+        found, which = ctypes.c_int(), ctypes.c_int(_VIRTUAL_MEMORY)
+        self._call("cuDeviceGetAttribute", ctypes.byref(found), which, ctypes.c_int(self.device))
+        return bool(found.value)
 
     def granularity(self) -> int:
         size = ctypes.c_size_t()
@@ -174,13 +185,13 @@ class Driver:
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            raise RuntimeError(f"{name} failed with status {status}")
+        if status := getattr(self._library, name)(*arguments):
+            what = "out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
+            raise RuntimeError(f"{name} failed: {what}")
 
 
 class CudaMemory(Memory):
-    """Granules of one device. What was given back is mapped again, so no more is ever created than is used at once."""
+    """Granules of one device, all created at once: a move can then find no memory missing. Raises RuntimeError."""
 
     def __init__(self, budget: int, granule: int, device: int) -> None:
         super().__init__(budget, granule)
@@ -188,9 +199,15 @@ class CudaMemory(Memory):
         if granule % self.driver.granularity():
             raise RuntimeError(f"granules of {granule} bytes are no multiple of {self.driver.granularity()}")
         self._idle: list[int] = []
+        try:
+            for _ in range(self.most):
+                self._idle.append(self.driver.create(granule))
+        except RuntimeError:
+            self.close()
+            raise
 
     def handle(self) -> int:
-        return self._idle.pop() if self._idle else self.driver.create(self.granule)
+        return self._idle.pop()
 
     def idle(self, handle: int) -> None:
         self._idle.append(handle)
@@ -242,6 +259,18 @@ def tensor_at(address: int, nbytes: int, device: int) -> Tensor:
 def backing_for(device: str | torch.device, group: Group, memory: Memory) -> Backing:
     kind = torch.device(device).type
     return {"meta": Backing, "cpu": HostBacking, "cuda": CudaBacking}[kind](group, memory)
+
+
+def cannot_move(device: str | torch.device) -> str | None:
+    """Why memory cannot move between stores on that device; None where it can."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return None
+    try:
+        driver = Driver(torch.cuda.current_device() if where.index is None else where.index)
+        return None if driver.maps() else "the driver has no virtual memory management for this device"
+    except (AssertionError, AttributeError, OSError, RuntimeError) as error:
+        return str(error)
 
 
 def memory_for(device: str | torch.device, budget: int, granule: int) -> Memory:
