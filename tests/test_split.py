@@ -377,7 +377,7 @@ def pages_in_tree(engine: Engine) -> list[int]:
 
 def pages_found(engine: Engine) -> list[int]:
     split = paths_of(engine.tree).split
-    return [page for page, *_ in split._pages_in(engine.tree, range(1, engine.pages.drain.end + 1))]
+    return sorted(page for page, *_ in split._pages_in(engine.tree, range(1, engine.pages.drain.end + 1)))
 
 
 def leaves_of(engine: Engine) -> list[int]:
@@ -513,7 +513,9 @@ def test_a_snapshot_that_a_request_holds_stays_and_the_others_move_a_look_at_a_t
         pass
 
 
-@pytest.mark.parametrize("wrong", ["another node", "no node", "a node that is gone", "another depth", "too deep"])
+@pytest.mark.parametrize(
+    "wrong", ["another node", "no node", "a node that is gone", "another depth", "another end", "too deep"]
+)
 def test_an_entry_that_is_wrong_moves_nothing(wrong):
     engine = small_engine()
     split = paths_of(engine.tree).split
@@ -522,11 +524,13 @@ def test_an_entry_that_is_wrong_moves_nothing(wrong):
     for page in above:
         other = next(node for node in nodes if page not in before[node])
         if wrong == "another depth":
-            noted[1, page] = (noted[1, page] + 1) % 3
+            noted[0, page] = (noted[0, page] + 1) % 3
         elif wrong == "too deep":
-            noted[1, page] = 1000
+            noted[0, page] = 1000
+        elif wrong == "another end":
+            noted[2, page] -= 1
         else:
-            noted[0, page] = {"another node": other, "no node": 0, "a node that is gone": 9_999}[wrong]
+            noted[1, page] = {"another node": other, "no node": 0, "a node that is gone": 9_999}[wrong]
     while split._move_pages(engine.tree):
         pass
     assert texts_of(engine) == before and not engine.pages.drain.done
@@ -566,24 +570,24 @@ def test_entries_of_leaves_that_went_are_brought_up_to_date(monkeypatch):
     settled, plain = PageNodes(50, "cpu"), PageNodes(50, "cpu")
     rng = random.Random(0)
     monkeypatch.setattr(whereabouts, "MOST_GONE", 4)
-    parents, leaves, newest = {1: 1}, [1], 1
+    parents, leaves, newest = {1: (1, 0)}, [1], 1
     for _ in range(300):
         if rng.random() < 0.6 or len(leaves) < 2:
             newest += 1
-            parents[newest] = rng.choice(leaves)
+            parents[newest] = (parent := rng.choice(leaves)), 2 + 3 * (parent > 1)
             leaves.append(newest)
             pages = torch.tensor(rng.sample(range(1, 50), 3))
             settled.entered(pages, 2, newest)
             plain.entered(pages, 2, newest)
         else:
-            bare = [node for node in leaves[1:] if node not in [parents[other] for other in leaves]]
+            bare = [node for node in leaves[1:] if node not in [parents[other][0] for other in leaves]]
             gone = rng.choice(bare)
             leaves.remove(gone)
-            settled.went(gone, parents[gone])
+            settled.went(gone, *parents[gone])
             plain._heirs[gone] = parents[gone]
         assert settled.read(range(50)) == plain.read(range(50))
         assert len(settled._heirs) < 4
-        assert {node for node, _ in settled.read(range(1, 50))} <= {0, *leaves}
+        assert {node for _, node, _ in settled.read(range(1, 50))} <= {0, *leaves}
 
 
 def test_a_flush_forgets_whose_places_were_whose():

@@ -78,9 +78,9 @@ class MovingSplit:
         if (value := _value(tree, node, ComponentType.MAMBA)) is not None:
             self._slot_nodes.entered(value, node)
 
-    def went(self, leaf: int, parent: int) -> None:
-        """The leaf left the tree."""
-        self._page_nodes.went(leaf, parent)
+    def went(self, leaf: int, parent: int, start: int) -> None:
+        """The leaf, which began at token `start`, left the tree."""
+        self._page_nodes.went(leaf, parent, start // self.pages.page_size)
 
     def clear(self) -> None:
         """The tree was flushed."""
@@ -279,21 +279,31 @@ class MovingSplit:
         """Those of the pages that are cached: page, the node that it is in and the tree's tensor of its tokens."""
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-        core, size, full = tree.tree_core, self.pages.page_size, ComponentType.FULL
-        noted = self._page_nodes.read(pages)
-        standing = [node for node in dict.fromkeys(node for node, _ in noted) if _value(tree, node, full) is not None]
-        paths = dict(zip(standing, core.collect_path_info(standing), strict=True))
+        size, full = self.pages.page_size, ComponentType.FULL
         values: dict[int, Any] = {}
-        found: list[tuple[int, int, Any]] = []
-        for page, (below, depth) in zip(pages, noted, strict=True):
-            path, token = paths.get(below, ()), depth * size
-            if not path or token >= path[-1].path_end:
-                continue
-            one = path[bisect_right(path, token, key=lambda one: one.path_start) - 1]
-            if (node := one.node_id) not in values:
+
+        def value_of(node: int) -> Any:
+            if node not in values:
                 values[node] = _value(tree, node, full)
-            if (value := values[node]) is not None and len(value) == one.path_end - one.path_start:
-                found.append((page, node, value[token - one.path_start :][:size]))
+            return values[node]
+
+        found: list[tuple[int, int, Any]] = []
+        above: list[tuple[int, int, int]] = []  # page, its token from the root and node: it is above the node itself
+        for page, (depth, node, end) in zip(pages, self._page_nodes.read(pages), strict=True):
+            if (value := value_of(node)) is None or depth >= end:
+                continue
+            if (at := len(value) - (end - depth) * size) >= 0:
+                found.append((page, node, value[at:][:size]))
+            else:
+                above.append((page, depth * size, node))
+        below = list(dict.fromkeys(node for *_, node in above))
+        paths = dict(zip(below, tree.tree_core.collect_path_info(below), strict=True))
+        for page, token, node in above:
+            if path := paths[node]:
+                one = path[bisect_right(path, token, key=lambda one: one.path_start) - 1]
+                value = value_of(one.node_id)
+                if value is not None and token < one.path_end <= one.path_start + len(value):
+                    found.append((page, one.node_id, value[token - one.path_start :][:size]))
         first = torch.stack([tokens[0] for *_, tokens in found]).tolist() if found else []
         return [one for one, token in zip(found, first, strict=True) if token == one[0] * size]
 

@@ -167,7 +167,7 @@ def evict_leaf(original: Callable[..., Any], tree: Any, node: int, *args: Any) -
     path = tree.tree_core.collect_path_info([node])[0] if split is not None else ()
     result = original(tree, node, *args)
     if split is not None and path:
-        split.went(node, path[-1].parent_id)
+        split.went(node, path[-1].parent_id, path[-1].path_start)
     return result
 
 

@@ -3,8 +3,9 @@
 The tree knows where its texts lie, not what lies in a place. So a place's node is noted on the device when a request's
 text enters the tree, and read for the few places above a new end, in one copy.
 
-For a page it is a node whose path leads over the page, and how deep the page is. Numbers of nodes are never used twice,
-a split leaves the old one with the lower part, and when a leaf goes, what stays above it lies on its parent's path.
+For a page it is a node whose path leads over the page, where that path ends, and how deep the page is. Numbers of nodes
+are never used twice, and a split leaves the old one with the lower part, and so with the end. When a leaf goes, what
+stays above it lies on its parent's path.
 Entries of what is not in the tree any more stay: whoever reads one compares the tree's own record before use.
 """
 
@@ -23,12 +24,12 @@ MOST_GONE = 1024  # leaves that went, remembered on the host until the entries a
 
 
 class PageNodes:
-    """For every page a node at or below it, 0 if none was noted, and the page's number from the root."""
+    """For every page its number from the root, a node at or below it, 0 if none was noted, and where that ends."""
 
     def __init__(self, most: int, device: str | torch.device) -> None:
         """most  pages there can ever be, the padding page included"""
-        self._noted = torch.zeros((2, most), dtype=torch.int64, device=device)
-        self._heirs: dict[int, int] = {}  # leaf that went -> its parent
+        self._noted = torch.zeros((3, most), dtype=torch.int64, device=device)
+        self._heirs: dict[int, tuple[int, int]] = {}  # leaf that went -> its parent, and where that ends
 
     def clear(self) -> None:
         self._noted.zero_()
@@ -36,13 +37,14 @@ class PageNodes:
 
     def entered(self, pages: Tensor, first: int, node: int) -> None:
         """`pages`, int [n], are the path to `node` from its page number `first` on. Does not wait for the device."""
-        pages = pages.long()
-        self._noted[0].index_fill_(0, pages, node)
-        self._noted[1, pages] = torch.arange(first, first + len(pages), dtype=torch.int64, device=pages.device)
+        pages, end = pages.long(), first + len(pages)
+        self._noted[0, pages] = torch.arange(first, end, dtype=torch.int64, device=pages.device)
+        self._noted[1].index_fill_(0, pages, node)
+        self._noted[2].index_fill_(0, pages, end)
 
-    def went(self, leaf: int, parent: int) -> None:
-        """`leaf` is not in the tree any more."""
-        self._heirs[leaf] = parent
+    def went(self, leaf: int, parent: int, end: int) -> None:
+        """`leaf` is not in the tree any more; its parent's path ends before page number `end`."""
+        self._heirs[leaf] = parent, end
         if len(self._heirs) >= MOST_GONE:
             self._settle()
 
@@ -50,26 +52,26 @@ class PageNodes:
         """What lay in the pages `old`, int64 [n], lies in the pages `new`."""
         self._noted[:, new] = self._noted[:, old]
 
-    def read(self, pages: Sequence[int]) -> list[tuple[int, int]]:
-        """Node and number from the root of each page. Waits for the device, once."""
-        nodes, depths = self._noted[:, torch.tensor(pages, device=self._noted.device)].tolist()
-        return [(self._standing(node), depth) for node, depth in zip(nodes, depths, strict=True)]
+    def read(self, pages: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Number from the root, node, and number at its end, of each page. Waits for the device, once."""
+        found = self._noted[:, torch.tensor(pages, device=self._noted.device)].tolist()
+        return [(depth, *self._standing(node, end)) for depth, node, end in zip(*found, strict=True)]
 
-    def _standing(self, node: int) -> int:
+    def _standing(self, node: int, end: int) -> tuple[int, int]:
         while (heir := self._heirs.get(node)) is not None:
-            node = heir
-        return node
+            node, end = heir
+        return node, end
 
     def _settle(self) -> None:
         """Write the nodes that stand into the entries of those that went."""
-        heirs: dict[int, int] = {}
+        heirs: dict[int, tuple[int, int]] = {}
         for node, parent in reversed(self._heirs.items()):  # a parent goes after its children
-            heirs[node] = heirs.get(parent, parent)
-        gone, device = sorted(heirs), self._noted.device
-        old = torch.tensor(gone, dtype=torch.int64, device=device)
-        new = torch.tensor([heirs[node] for node in gone], dtype=torch.int64, device=device)
-        place = torch.searchsorted(old, self._noted[0]).clamp_(max=len(gone) - 1)
-        self._noted[0] = torch.where(old[place] == self._noted[0], new[place], self._noted[0])
+            heirs[node] = heirs.get(parent[0], parent)
+        gone, nodes = sorted(heirs), self._noted[1]
+        old = torch.tensor(gone, dtype=torch.int64, device=nodes.device)
+        new = torch.tensor([heirs[node] for node in gone], dtype=torch.int64, device=nodes.device).T
+        place = torch.searchsorted(old, nodes).clamp_(max=len(gone) - 1)
+        self._noted[1:] = torch.where(old[place] == nodes, new[:, place], self._noted[1:])
         self._heirs.clear()
 
 
