@@ -513,6 +513,23 @@ def test_a_snapshot_that_a_request_holds_stays_and_the_others_move_a_look_at_a_t
         pass
 
 
+def test_after_slots_grew_the_lowest_snapshots_go_up(monkeypatch):
+    monkeypatch.setattr(split_module, "SNAPSHOTS_A_LOOK", 2)
+    engine = small_engine(running=2, slots=24)
+    split, slots = paths_of(engine.tree).split, engine.pool.mamba_allocator
+    for number in range(6):
+        answer(engine, text(number, 3), number)
+    life = answer(engine, text(0, 3), 999, steps=1)
+    before = split._snapshots_in(engine.tree, range(1, slots.drain.end + 1))
+    before = [(slot, node) for slot, node, _ in before if not split_module._snapshot_locked(engine.tree, node)]
+    first = slots.drain.end - 2
+    split._raise_snapshots(engine.tree, first)
+    after = {node: slot for slot, node, _ in split._snapshots_in(engine.tree, range(1, slots.drain.end + 1))}
+    assert len(before) == 5 and [after[node] for _, node in before] == [first, first + 1, first + 2, *dict(before[3:])]
+    for _ in life:
+        pass
+
+
 @pytest.mark.parametrize(
     "wrong", ["another node", "no node", "a node that is gone", "another depth", "another end", "too deep"]
 )
