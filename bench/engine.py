@@ -321,6 +321,9 @@ def _build_tree(pool: Any, pages: Any, page: int) -> Any:
         def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
             return superseded.evict_for_alloc(UnifiedRadixCache.evict_for_alloc, self, params, **kwargs)
 
+        def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
+            return superseded.evict_leaf(UnifiedRadixCache._evict_device_leaf, self, node_id, tracker)
+
         def _apply_cache_action(self, action: Any) -> None:
             if not superseded.defer(self, action):
                 super()._apply_cache_action(action)

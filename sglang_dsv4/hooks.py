@@ -321,6 +321,16 @@ def _evict_for_alloc(original: Callable[..., Any], self: Any, *args: Any, **kwar
     return evict_for_alloc(original, self, *args, **kwargs)
 
 
+def _evict_leaf(original: Callable[..., Any], self: Any, node_id: int, tracker: Any) -> Any:
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    if not isinstance(self.req_to_token_pool, SlotReqToTokenPool):
+        return original(self, node_id, tracker)
+    from sglang_dsv4.cache.superseded import evict_leaf
+
+    return evict_leaf(original, self, node_id, tracker)
+
+
 def _cache_action(original: Callable[..., Any], self: Any, action: Any) -> None:
     from sglang_dsv4.cache.slots import SlotReqToTokenPool
 
@@ -439,6 +449,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "params", "allocation_reclaim_satisfied"),
         _evict_for_alloc,
         "snapshots that a conversation has left behind outlive those that others need",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._evict_device_leaf",
+        ("self", "node_id", "tracker"),
+        _evict_leaf,
+        "memory that is to move from pages to slots waits for pages that cannot be found",
     ),
     Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._apply_cache_action",

@@ -157,9 +157,10 @@ class MovablePages(PagedTokenToKVPoolAllocator):
         back = torch.tensor(self.drain.cancel(), dtype=torch.int64, device=self.device)
         self.free_pages = torch.cat((self.free_pages, back))
 
-    def free_ids(self) -> list[int]:
+    def free_ids(self, most: int | None = None) -> list[int]:
+        """All, or the first `most`: the lowest ones during a drain."""
         self._gather()
-        return [int(one) for one in self.free_pages.tolist()]
+        return [int(one) for one in self.free_pages[:most].tolist()]
 
     def take(self, ids: list[int]) -> None:
         """Those are free no more."""

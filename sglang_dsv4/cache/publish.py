@@ -72,7 +72,7 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
 
     insert  SGLang's `checkpoint_into_tree`
     """
-    paths = paths_of(tree)
+    paths, protected = paths_of(tree), req.kv.cache_protected_len
     publish_interior_snapshots(insert, tree, req, up_to=up_to, **kwargs)
     prompt = len(req.origin_input_ids)
     answered = req.finished() and (req.kv.mamba_last_track_seqlen or 0) > prompt
@@ -88,6 +88,8 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
         insert(tree, req, up_to=up_to, **kwargs)
     finally:
         kind, paths.kind, paths.behind, paths.kept = paths.kind, None, None, ()
+    if paths.split is not None and not tree.disable:
+        paths.split.entered(tree, req, protected)
     counters.duplicates += max(0, offered - (counters.published - before))
     if offered and getattr(req, "_dsv4_keeps_last", False):
         req._dsv4_keeps_last = False

@@ -210,10 +210,6 @@ class ReuseModel:
             self._leave(mark)
             self._join(mark)
 
-    def ends(self) -> list[int]:
-        """Nodes of all leaves that were offered."""
-        return list(self._ends)
-
     def end_of(self, node: int) -> Mark | None:
         """The mark at the leaf `node`, None if that was not offered."""
         return self._ends.get(node)

@@ -10,20 +10,26 @@ Moves happen in the scheduler's thread where room is made for an allocation, wit
 flight then, and the next one is not launched. They depend on the tree, the allocators and the number of requests
 alone, so that all ranks move alike.
 
-Cached text above the new end is copied below it: a snapshot by `copy_state`, a page row by row. The tree keeps places
-in tensors that are written in place. What a request holds never moves.
+Cached text above the new end is copied below it: a snapshot by `copy_state`, a page row by row. What it belongs to is
+noted in `whereabouts.py` and compared with the tree, which keeps places in tensors that are written in place. One look
+moves no more than so many pages or snapshots, and the next request's goes on from there. What a request holds never
+moves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_dsv4.cache.counters import counters
+from sglang_dsv4.cache.whereabouts import PageNodes, SlotNodes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang_dsv4.cache.granules import SplitPlan
     from sglang_dsv4.cache.movable import MovablePages, MovableSlots
 
@@ -31,11 +37,12 @@ LOT, LOT_PART = 16, 32  # slots that move together: so many, or one in so many o
 MOST_LOTS = 8  # at once
 FLOOR = 0.1  # part of the bytes that superseded snapshots may keep
 PAUSE = 4  # requests between two looks at a move that is not done: each waits for the device
+PAGES_A_LOOK, SNAPSHOTS_A_LOOK = 64, 32  # places looked at before the next request's turn: a few ms
 PATIENCE = 64  # requests until a move is given up that a request's slots or pages stand in the way of
 
 
 class MovingSplit:
-    """The split of one tree. `consider` is all that others call."""
+    """The split of one tree. `consider` decides and moves; what enters and leaves the tree is told to the others."""
 
     def __init__(self, tree: Any, plan: SplitPlan) -> None:
         self.plan = plan
@@ -51,6 +58,34 @@ class MovingSplit:
         self.lot = max(1, min(LOT, plan.slots // LOT_PART))
         self.target: int | None = None  # slots after the move that has begun
         self._began = self._again = 0  # when the move began, and when to look again at what stands in its way
+        self._from = 0  # place at which the next look begins
+        self._page_nodes = PageNodes(plan.page_stores.most, self.pages.device)
+        self._slot_nodes = SlotNodes(plan.slot_stores.most, self.slots.device)
+
+    # What the tree holds
+
+    def entered(self, tree: Any, req: Any, protected: int) -> None:
+        """The request's text stands in the tree; so far it stood there for `protected` tokens."""
+        size, end = self.pages.page_size, req.kv.cache_protected_len
+        if end > protected:
+            tokens = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, protected:end:size]
+            self._page_nodes.entered(tokens // size, protected // size, req.last_node)
+
+    def snapshot_entered(self, tree: Any, node: int) -> None:
+        """There is a snapshot at `node`."""
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        if (value := _value(tree, node, ComponentType.MAMBA)) is not None:
+            self._slot_nodes.entered(value, node)
+
+    def went(self, leaf: int, parent: int, start: int) -> None:
+        """The leaf, which began at token `start`, left the tree."""
+        self._page_nodes.went(leaf, parent, start // self.pages.page_size)
+
+    def clear(self) -> None:
+        """The tree was flushed."""
+        self._page_nodes.clear()
+        self._slot_nodes.clear()
 
     def snapshots(self, tree: Any) -> int:
         return int(tree.mamba_evictable_size() + tree.mamba_protected_size())
@@ -65,6 +100,7 @@ class MovingSplit:
             elif snapshots > 0:
                 self._toward_slots()
             self._began = self._again = now
+            self._from = 0
         if self.target is not None:
             self._go_on(tree, paths, now)
 
@@ -114,19 +150,16 @@ class MovingSplit:
     def _go_on(self, tree: Any, paths: Any, now: int) -> None:
         shrinking: Any = self.slots if self.slots.drain.limit is not None else self.pages
         if not shrinking.drain.done and now >= self._again:
-            self._again = now + PAUSE
             self._wait()
-            if shrinking is self.slots:
-                self._move_snapshots(tree, paths)
-            else:
-                self._move_pages(tree, paths)
+            move = self._move_snapshots if shrinking is self.slots else self._move_pages
+            self._again = now + (1 if move(tree) else PAUSE)
         if shrinking.drain.done:
-            self._finish(tree, paths)
+            self._finish(tree)
         elif now - self._began >= PATIENCE or shrinking.drain.limit is None:  # a flush ends a drain
             shrinking.cancel_drain()
             self.target = None
 
-    def _finish(self, tree: Any, paths: Any) -> None:
+    def _finish(self, tree: Any) -> None:
         slots, pages, target = self.slots, self.pages, self.target
         assert target is not None
         slots_before, pages_before = slots.drain.end, pages.drain.end
@@ -143,7 +176,7 @@ class MovingSplit:
             self.entries.store.resize((pages.drain.end + 1) * pages.page_size)
             self.states.store.resize(target + 1)
             slots.grow(target - slots_before)
-            self._raise_snapshots(tree, paths, slots_before + 1)
+            self._raise_snapshots(tree, slots_before + 1)
             counters.lots_to_slots += 1
         self.target = None
         assert self.plan.nbytes(slots.drain.end, pages.drain.end) <= self.plan.budget
@@ -153,72 +186,134 @@ class MovingSplit:
         if torch.device(self.slots.device).type == "cuda":
             torch.cuda.synchronize()
 
-    def _move_snapshots(self, tree: Any, paths: Any) -> None:
-        """Those above the limit to free slots below it."""
-        if (limit := self.slots.drain.limit) is not None:
-            above = [one for one in _located(paths.snapshots_of(tree)) if one[0] > limit]
-            self._move(tree, above, self.slots.free_ids())
+    def _look(self, allocator: Any, most: int) -> list[int]:
+        """The next places above the limit that are not withheld yet, `most` at most. After the last one the next look
+        begins anew."""
+        drain = allocator.drain
+        if drain.limit is None:
+            return []
+        going = range(max(drain.limit + 1, self._from), drain.end + 1)
+        found = [place for place in going if place not in drain.withheld]
+        self._from = found[most] if len(found) > most else 0
+        return found[:most]
 
-    def _raise_snapshots(self, tree: Any, paths: Any, first: int) -> None:
+    def _move_snapshots(self, tree: Any) -> bool:
+        """Some of those above the limit to free slots below it; whether there are more to look at."""
+        if slots := self._look(self.slots, SNAPSHOTS_A_LOOK):
+            self._move(tree, self._snapshots_in(tree, slots), self.slots.free_ids())
+        return self._from > 0
+
+    def _raise_snapshots(self, tree: Any, first: int) -> None:
         """The lowest ones to free slots from `first` on, so that running requests do not get those."""
-        free = [slot for slot in self.slots.free_ids() if slot >= first]
-        below = sorted(one for one in _located(paths.snapshots_of(tree)) if one[0] < first)
-        self._move(tree, below, free)
+        free = self.slots.free_ids()
+        held, free = sorted(set(range(1, first)).difference(free)), [slot for slot in free if slot >= first]
+        for at in range(0, len(held), SNAPSHOTS_A_LOOK):
+            if not free:  # after a lot: few of the lowest are running requests' own or held by them
+                return
+            moved = self._move(tree, self._snapshots_in(tree, held[at : at + SNAPSHOTS_A_LOOK]), free)
+            free = free[moved:]
 
-    def _move(self, tree: Any, snapshots: list[tuple[int, int, Any]], free: list[int]) -> None:
+    def _snapshots_in(self, tree: Any, slots: Sequence[int]) -> list[tuple[int, int, Any]]:
+        """Those of the slots that hold a snapshot: slot, node and the tree's tensor."""
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        noted = zip(slots, self._slot_nodes.read(slots), strict=True)
+        found = [(slot, node, _value(tree, node, ComponentType.MAMBA)) for slot, node in noted if node]
+        found = [one for one in found if one[2] is not None]
+        held = torch.cat([value for *_, value in found]).tolist() if found else []
+        return [one for one, slot in zip(found, held, strict=True) if one[0] == slot]
+
+    def _move(self, tree: Any, snapshots: list[tuple[int, int, Any]], free: list[int]) -> int:
+        """Those that no request holds to the first of the free slots; returns how many."""
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         unlocked = (one for one in snapshots if not _snapshot_locked(tree, one[1]))
         moves = list(zip(free, unlocked, strict=False))
         if not moves:
-            return
+            return 0
         device = self.slots.device
         old = torch.tensor([slot for _, (slot, *_) in moves], dtype=torch.int64, device=device)
-        self.states.copy_from(old, torch.tensor([to for to, _ in moves], dtype=torch.int64, device=device))
+        new = torch.tensor([to for to, _ in moves], dtype=torch.int64, device=device)
+        self.states.copy_from(old, new)
         self.slots.take([to for to, _ in moves])
         for to, (slot, node, value) in moves:
             value.fill_(to)
             held = tree.tree_core.get_component_device_value(node, ComponentType.MAMBA)
-            assert held is not None and int(held[0]) == to
+            assert held is not None and held.data_ptr() == value.data_ptr(), "the tree keeps its places elsewhere"
             _tell_audit(tree, "slots", slot, to)
+        self._slot_nodes.moved(old, new)
         counters.snapshots_moved += len(moves)
         self.slots.free(old)
+        return len(moves)
 
-    def _move_pages(self, tree: Any, paths: Any) -> None:
-        limit, free, size = self.pages.drain.limit, self.pages.free_ids(), self.pages.page_size
-        values = paths.pages_of(tree)
-        if not values or not free or limit is None:
-            return
-        ids = (torch.cat([value[::size] for _, value in values]) // size).tolist()
-        old: list[int] = []
-        places: list[tuple[Any, int]] = []  # value and page in it
-        at = 0
-        for node, value in values:
-            mine = ids[at : at + len(value) // size]
-            at += len(mine)
-            above = [i for i, page in enumerate(mine) if page > limit]
-            if above and len(old) + len(above) <= len(free) and not _pages_locked(tree, node):
-                old += [mine[i] for i in above]
-                places += [(value, i) for i in above]
-        if not old:
-            return
-        new, device = free[: len(old)], self.pages.device
-        self.entries.store.copy_pages(old, new)
-        self.pages.take(new)
-        inner = torch.arange(size, dtype=torch.int64, device=device)
-        for (value, i), page, to in zip(places, old, new, strict=True):
-            value[i * size : (i + 1) * size] = to * size + inner
-            _tell_audit(tree, "pages", page, to)
-        counters.pages_moved += len(old)
-        self.pages.give_back(old)
+    def _move_pages(self, tree: Any) -> bool:
+        """Some of the cached ones above the limit to free pages below it; whether there are more to look at."""
+        pages, size = self._look(self.pages, PAGES_A_LOOK), self.pages.page_size
+        free = self.pages.free_ids(len(pages))
+        if not pages or not free:
+            return self._from > 0
+        held: dict[int, bool] = {}
+        moves: list[tuple[int, Any]] = []  # page and the tree's tensor of its tokens
+        for page, node, tokens in self._pages_in(tree, pages):
+            if node not in held:
+                held[node] = _pages_locked(tree, node)
+            if not held[node] and len(moves) < len(free):
+                moves.append((page, tokens))
+        if moves:
+            old, new = [page for page, _ in moves], free[: len(moves)]
+            self.entries.store.copy_pages(old, new)
+            self.pages.take(new)
+            device = self.pages.device
+            inner = torch.arange(size, dtype=torch.int64, device=device)
+            targets = torch.tensor(new, dtype=torch.int64, device=device)
+            written = targets[:, None] * size + inner
+            for (page, tokens), row, to in zip(moves, written, new, strict=True):
+                tokens.copy_(row)
+                _tell_audit(tree, "pages", page, to)
+            self._page_nodes.moved(torch.tensor(old, dtype=torch.int64, device=device), targets)
+            counters.pages_moved += len(old)
+            self.pages.give_back(old)
+        return self._from > 0
+
+    def _pages_in(self, tree: Any, pages: Sequence[int]) -> list[tuple[int, int, Any]]:
+        """Those of the pages that are cached: page, the node that it is in and the tree's tensor of its tokens."""
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        size, full = self.pages.page_size, ComponentType.FULL
+        values: dict[int, Any] = {}
+
+        def value_of(node: int) -> Any:
+            if node not in values:
+                values[node] = _value(tree, node, full)
+            return values[node]
+
+        found: list[tuple[int, int, Any]] = []
+        above: list[tuple[int, int, int]] = []  # page, its token from the root and node: it is above the node itself
+        for page, (depth, node, end) in zip(pages, self._page_nodes.read(pages), strict=True):
+            if (value := value_of(node)) is None or depth >= end:
+                continue
+            if (at := len(value) - (end - depth) * size) >= 0:
+                found.append((page, node, value[at:][:size]))
+            else:
+                above.append((page, depth * size, node))
+        below = list(dict.fromkeys(node for *_, node in above))
+        paths = dict(zip(below, tree.tree_core.collect_path_info(below), strict=True))
+        for page, token, node in above:
+            if path := paths[node]:
+                one = path[bisect_right(path, token, key=lambda one: one.path_start) - 1]
+                value = value_of(one.node_id)
+                if value is not None and token < one.path_end <= one.path_start + len(value):
+                    found.append((page, one.node_id, value[token - one.path_start :][:size]))
+        first = torch.stack([tokens[0] for *_, tokens in found]).tolist() if found else []
+        return [one for one, token in zip(found, first, strict=True) if token == one[0] * size]
 
 
-def _located(snapshots: list[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
-    """Slot, node and the tree's tensor of each."""
-    if not snapshots:
-        return []
-    slots = torch.cat([value for _, value in snapshots]).tolist()
-    return [(slot, node, value) for slot, (node, value) in zip(slots, snapshots, strict=True)]
+def _value(tree: Any, node: int, component: Any) -> Any:
+    """The tree's own tensor, None if there is none."""
+    try:
+        return tree.tree_core.get_component_device_value(node, component)
+    except KeyError:
+        return None
 
 
 def _snapshot_locked(tree: Any, node: int) -> bool:

@@ -39,7 +39,6 @@ class SupersededPaths:
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
         self.kept: tuple[int, ...] = ()  # nodes above it whose snapshots are not superseded
         self.split: MovingSplit | None = None
-        self._snapshots: dict[int, None] = {}  # nodes where one was inserted, where memory moves
         self._kept_above: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._prompts: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._answers: OrderedDict[int, tuple[int, ...]] = OrderedDict()
@@ -60,30 +59,6 @@ class SupersededPaths:
         if len(group) > _REMEMBERED:
             group.popitem(last=False)
 
-    def inserted(self, tree: Any, node: int) -> None:
-        """There is a snapshot at `node`."""
-        if self.split is not None:
-            self._snapshots[node] = None
-            if len(self._snapshots) > 2 * self.split.slots.size + 64:
-                self._snapshots = {node: None for node, _ in self.snapshots_of(tree)}
-
-    def snapshots_of(self, tree: Any) -> list[tuple[int, Any]]:
-        """Nodes with snapshots and the tensors that say where these are."""
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-        found = ((node, _value(tree, node, ComponentType.MAMBA)) for node in self._snapshots)
-        return [(node, value) for node, value in found if value is not None]
-
-    def pages_of(self, tree: Any) -> list[tuple[int, Any]]:
-        """Nodes and the tensors that say where their tokens are."""
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-        core, nodes = tree.tree_core, dict.fromkeys([*self.order.model.ends(), *self._snapshots])
-        standing = [node for node in nodes if _value(tree, node, ComponentType.FULL) is not None]
-        above = {one.node_id: None for path in core.collect_path_info(standing) for one in path}
-        found = ((node, _value(tree, node, ComponentType.FULL)) for node in above)
-        return [(node, value) for node, value in found if value is not None and len(value)]
-
     def keep(self, node: int, above: tuple[int, ...]) -> tuple[int, ...]:
         """The snapshot at `node` stays when its path goes on, like those `above` it; returns all of them."""
         kept = (*above, node)
@@ -103,9 +78,10 @@ class SupersededPaths:
         self._kept_above.clear()
         self._prompts.clear()
         self._answers.clear()
-        self._snapshots.clear()
         self.habits.clear()
         self.order.clear()
+        if self.split is not None:
+            self.split.clear()
 
     def trim(self, tree: Any, count: int) -> int:
         """Drop superseded snapshots until `count` are gone or none is left; returns how many went."""
@@ -137,14 +113,6 @@ def _lock(tree: Any, node: int) -> Any:
 
     try:
         return tree.lock(node, skip_lock_components=(ComponentType.FULL,))
-    except KeyError:
-        return None
-
-
-def _value(tree: Any, node: int, component: Any) -> Any:
-    """The tree's own tensor, None if there is none."""
-    try:
-        return tree.tree_core.get_component_device_value(node, component)
     except KeyError:
         return None
 
@@ -186,9 +154,21 @@ def defer(tree: Any, action: Any) -> bool:
     if not isinstance(action, MambaEvictExcessPathStates):
         return False
     counters.published += 1
-    paths_of(tree).inserted(tree, action.tail_node_id)
-    paths_of(tree).extended(action.tail_node_id)
+    paths = paths_of(tree)
+    if paths.split is not None:
+        paths.split.snapshot_entered(tree, action.tail_node_id)
+    paths.extended(action.tail_node_id)
     return True
+
+
+def evict_leaf(original: Callable[..., Any], tree: Any, node: int, *args: Any) -> Any:
+    """Whoever evicts the leaf `node`: what stays above it is found by its parent from now on, where memory moves."""
+    split = paths_of(tree).split
+    path = tree.tree_core.collect_path_info([node])[0] if split is not None else ()
+    result = original(tree, node, *args)
+    if split is not None and path:
+        split.went(node, path[-1].parent_id, path[-1].path_start)
+    return result
 
 
 def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwargs: Any) -> Any:
