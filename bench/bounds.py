@@ -40,8 +40,13 @@ def reusable_pages(workload: Workload, page: int) -> list[int]:
     return found
 
 
-def memoryless(requests: Sequence[Request], reusable: Sequence[int], *, room: float | Fraction, pause: float) -> float:
-    """Pages that can be expected to be found in all; `room` pages."""
+def memoryless(
+    requests: Sequence[Request], reusable: Sequence[int], *, room: float | Fraction, pause: float, snapshot: float = 0
+) -> float:
+    """Pages that can be expected to be found in all; `room` pages.
+
+    snapshot  pages that one takes beside each kept conversation
+    """
     following: dict[str, list[tuple[float, float, int]]] = {}  # of a session: last request, next one, pages it shares
     last: dict[str, float] = {}
     for request, pages in zip(requests, reusable, strict=True):
@@ -51,19 +56,25 @@ def memoryless(requests: Sequence[Request], reusable: Sequence[int], *, room: fl
     total = 0.0
     waits = [wait for session in following.values() for wait in session]
     for _, now, _ in waits:
-        shares = [pages for begin, end, pages in waits if begin + pause <= now <= end]
-        total += min(room, sum(shares)) / len(shares)
+        shares = sorted((pages for begin, end, pages in waits if begin + pause <= now <= end), reverse=True)
+        space = room
+        for pages in shares:
+            total += max(0, min(pages, space - snapshot)) / len(shares)
+            space -= pages + snapshot
     return total
 
 
-def shuffled(groups: Sequence[str], *, pages: int, room: float | Fraction) -> float:
-    """Pages that can be expected to be found in all, for prompts of `pages` pages, one a group, in random order."""
+def shuffled(groups: Sequence[str], *, pages: int, room: float | Fraction, snapshot: float = 0) -> float:
+    """Pages that can be expected to be found in all, for prompts of `pages` pages, one a group, in random order.
+
+    snapshot  pages that one takes beside each kept prompt
+    """
     left, seen, total = Counter(groups), set[str](), 0.0
     for group in groups:
         kept, space = 0.0, room
         for count in sorted((left[known] for known in seen), reverse=True):
-            kept += count * min(pages, space)
-            space -= min(pages, space)
+            kept += count * max(0, min(pages, space - snapshot))
+            space -= pages + snapshot
         total += kept / left.total()
         left[group] -= 1
         seen.add(group)
@@ -81,13 +92,22 @@ def main() -> None:
         workload = workloads.build(name)
         limits = limits_for(workload, "third", geometry, users=1, chunk=8192)
         snapshots = limits.slots - SLOTS_PER_REQUEST * limits.running
-        every_byte = limits.pages + snapshots * geometry.slot_bytes / (page * geometry.token_alloc_bytes)
-        for what, room in (("pages", limits.pages), ("pages and snapshots", every_byte)):
+        snapshot = geometry.slot_bytes / float(page * geometry.token_alloc_bytes)
+        every_byte = limits.pages + snapshots * snapshot
+        for what, room, each in (
+            ("pages", limits.pages, 0.0),
+            ("pages and snapshots", every_byte, 0.0),
+            ("both and a snapshot for each prefix", every_byte, snapshot),
+        ):
             if name in PAUSE:
-                found = memoryless(workload.requests, reusable_pages(workload, page), room=room, pause=PAUSE[name])
+                reusable = reusable_pages(workload, page)
+                found = memoryless(workload.requests, reusable, room=room, pause=PAUSE[name], snapshot=each)
             else:
                 found = shuffled(
-                    [r.session.split(" user")[0] for r in workload.requests], pages=8192 // page, room=room
+                    [r.session.split(" user")[0] for r in workload.requests],
+                    pages=8192 // page,
+                    room=room,
+                    snapshot=each,
                 )
             print(f"{name}: {found * page:,.0f} tokens with the bytes of {what}")
 

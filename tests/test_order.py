@@ -485,3 +485,25 @@ def test_hashes_of_a_text_are_the_same_in_every_process():
     found = array("q")
     extend_chain(found, array("q", range(300)), PAGE, 0)
     assert list(found) == [8233993916420097736, 4238193453590367796]
+
+
+def test_snapshots_that_a_lone_text_left_behind_go_before_leaves_however_few_there_are():
+    """Where memory moves others stay below a floor, because somebody may branch off there."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    engine = engine_with((10_000, 11_300), (10_000, 11_700), (20_000, 21_300))
+    paths = paths_of(engine.tree)
+    paths.split = SimpleNamespace(
+        yield_to=lambda *_: None,
+        consider=lambda *_: None,
+        may_trim=lambda _: False,
+        went=lambda *_: None,
+        slots=engine.pool.mamba_allocator,
+    )
+    pages, snapshots = engine.used_pages, engine.snapshots
+    for node in list(paths._prompts):
+        paths._lone[node] = paths._prompts.pop(node)
+    assert engine.tree.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1)).mamba_num_evicted == 1
+    assert engine.used_pages == pages and engine.snapshots == snapshots - 1
+    engine.tree.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
+    assert engine.used_pages < pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dsv4.cache.policy import LADDER, SnapshotPolicy, foothold
+from sglang_dsv4.cache.policy import SnapshotPolicy, footholds, is_lone
 
 
 def positions(prefix, end, prompt, branch=None, page=128, system=None, ladder=8192):
@@ -60,13 +60,25 @@ def test_a_long_step_leaves_a_ladder_at_the_same_places_whatever_it_began_with()
 
 
 def test_a_long_prompt_has_footholds_as_far_as_its_middle_and_a_short_one_none():
-    rungs = range(0, 200_000, LADDER)
-    assert [r for r in rungs if foothold(r, 100_000, 0)] == [2048, 4096, 8192, 16384, 32768]
-    assert [r for r in rungs if foothold(r, 150_000, 8 * 150_000)] == [2048, 4096, 8192, 16384, 32768, 65536]
-    assert not any(foothold(r, 65_535, 0) for r in rungs) and not foothold(2048 + 128, 100_000, 0)
-    assert not any(foothold(r, 150_000, 8 * 150_000 + 8) for r in rungs)  # many such prompts fit
-    positions = SnapshotPolicy(128).positions(prefix_len=0, extend_end=70_000, prompt_len=70_000).rungs
-    assert {r for r in rungs if foothold(r, 70_000, 0)} <= set(positions)
+    assert footholds(100_000, 200_000, 128, lone=False) == (2048, 4096, 8192, 16384, 32768)
+    assert footholds(150_000, 8 * 150_000, 128, lone=False) == (2048, 4096, 8192, 16384, 32768, 65536)
+    assert footholds(65_535, 140_000, 128, lone=False) == ()
+    assert footholds(150_000, 8 * 150_000 + 8, 128, lone=False) == ()  # many such prompts fit
+    rungs = SnapshotPolicy(128).positions(prefix_len=0, extend_end=70_000, prompt_len=70_000).rungs
+    assert set(footholds(70_000, 140_000, 128, lone=False)) <= set(rungs)
+
+
+def test_a_lone_text_has_footholds_where_the_room_beside_another_as_long_ends_and_halfway():
+    assert is_lone(100_000, 199_999) and not is_lone(100_000, 200_000)
+    assert not is_lone(60_000, 100_000) and not is_lone(100_000, 99_999)
+    assert footholds(100_000, 130_000, 128, lone=True) == (11_776, 23_680)  # 130,000 - 106,250 = 23,750
+    assert footholds(160_000, 199_999, 256, lone=True) == (14_848, 29_952)
+    assert footholds(100_000, 100_000, 128, lone=True) == (2048,)
+    assert footholds(100_000, 109_000, 128, lone=True) == (2048, 2688)
+    step = SnapshotPolicy(128).positions(
+        prefix_len=8192, extend_end=16384, prompt_len=100_000, footholds=(11_776, 23_680)
+    )
+    assert step.needed == (11_776,) and 11_776 not in step.rungs
 
 
 @pytest.mark.parametrize("page", [128, 256])

@@ -222,6 +222,20 @@ def test_footholds_displace_superseded_snapshots_while_slots_are_scarce_and_othe
     assert [s.length for s in pool.interior.waiting(1)] == [2048, 4096]
 
 
+def test_the_foothold_of_a_lone_text_takes_a_snapshots_place_like_a_prompts_end():
+    batch, pool, tree = setup([], evictable=range(200, 206))
+    pool.mamba_allocator.size, publish.paths_of(tree).split = 40, SimpleNamespace(most_tokens=130_000)
+    batch.reqs[0] = request(1, prefix=8192, end=16384, prompt=100_000, branch=None)
+    entry = publish.plan_snapshots(batch, batch.reqs[0])
+    assert entry.track_seqlen == 11_776 and batch.reqs[0]._dsv4_keeps_last and batch.reqs[0]._dsv4_lone
+    batch.reqs[0] = request(1, prefix=8192, end=32768, prompt=100_000, branch=None)
+    assert publish.plan_snapshots(batch, batch.reqs[0]).track_seqlen == 23_680
+    assert [(s.length, s.kept) for s in pool.interior.waiting(1)] == [(11_776, True)] and len(tree.evictable) == 5
+    publish.paths_of(tree).split, tree.token_to_kv_pool_allocator.size = None, 130_000
+    publish.plan_snapshots(batch, batch.reqs[0])
+    assert not batch.reqs[0]._dsv4_lone  # memory that does not move
+
+
 def test_a_chunks_end_is_no_snapshot_where_it_would_push_out_one_that_others_use():
     batch, pool, tree = setup([10, 11], evictable=range(200, 206))
     batch.reqs[0] = request(1, end=512, prompt=9000, branch=None)

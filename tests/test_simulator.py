@@ -17,6 +17,7 @@ from workloads import PRESETS, Conversations, Piece, Request, TokenSource, Workl
 
 from sglang_dsv4.cache.causes import NEW
 from sglang_dsv4.cache.counters import counters
+from sglang_dsv4.cache.split import SPARE
 from sglang_dsv4.cache.superseded import paths_of
 
 PAGE = 128
@@ -130,6 +131,9 @@ def test_what_random_arrivals_allow_is_what_fits_shared_among_all_who_may_come()
     assert bounds.memoryless(times, [0, 0, 10, 10], room=10, pause=5) == 5 + 10
     assert bounds.memoryless(times, [0, 0, 10, 10], room=100, pause=5) == 20
     assert bounds.shuffled(["a", "b", "a", "b"], pages=10, room=10) == pytest.approx(10 / 3 + 5 + 10)
+    assert bounds.memoryless(times, [0, 0, 10, 10], room=10, pause=5, snapshot=2) == 4 + 8
+    assert bounds.memoryless(times, [0, 0, 10, 10], room=13, pause=5, snapshot=2) == 5 + 10  # none for one page more
+    assert bounds.shuffled(["a", "a"], pages=10, room=10, snapshot=2) == 8
 
 
 def test_of_two_long_sessions_in_turn_the_beginning_of_the_other_stays():
@@ -137,6 +141,14 @@ def test_of_two_long_sessions_in_turn_the_beginning_of_the_other_stays():
     limits = limits_for(build("alternating-long"), "third", flash(), users=1, chunk=8192)
     rows = run(build("alternating-long", limit=8), limits).rows
     assert [row.cached for row in rows[:2]] == [0, 0] and all(row.cached >= 2048 for row in rows[2:])
+
+
+@pytest.mark.parametrize("memory, part", [("third", 0.62), ("0.5", 0.52)])
+def test_of_two_long_sessions_in_turn_much_of_what_fits_beside_the_other_stays_where_memory_moves(memory, part):
+    workload = build("alternating-long")
+    simulation = run(workload, replace(limits_for(workload, memory, flash(), users=1, chunk=8192), granule=65_536))
+    assert sum(row.cached for row in simulation.rows) >= part * oracle_tokens(simulation, flash())
+    assert simulation.engine.pool.mamba_allocator.size >= 5 + SPARE
 
 
 def test_a_split_that_moves_never_holds_more_than_its_bytes_and_gives_to_both():

@@ -17,7 +17,7 @@ from torch import Tensor
 from sglang_dsv4.cache.counters import counters
 from sglang_dsv4.cache.habits import ANSWER, INNER, PROMPT
 from sglang_dsv4.cache.interior import InteriorSnapshot
-from sglang_dsv4.cache.policy import COARSE, SnapshotPolicy, foothold
+from sglang_dsv4.cache.policy import COARSE, SnapshotPolicy, footholds, is_lone
 from sglang_dsv4.cache.superseded import paths_of
 
 USER_TOKEN = "<｜User｜>"
@@ -33,17 +33,22 @@ def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
     if shared:
         _note_resume(tree, req)
     system_end = _system_end(pool, req)
+    room = paths_of(tree).room(tree) if shared else 0
+    # Where memory does not move, snapshots cost no pages, and the footholds of all long texts are as good.
+    req._dsv4_lone = shared and paths_of(tree).split is not None and is_lone(prompt, room)
+    standing = footholds(prompt, room, tree.page_size, lone=req._dsv4_lone)
     wanted = SnapshotPolicy(tree.page_size).positions(
         prefix_len=req.prefix_len,
         extend_end=req.extend_end,
         prompt_len=prompt,
         branch=req.mamba_branching_seqlen,
         system_end=system_end,
+        footholds=standing if req._dsv4_lone else (),
     )
     shared_end = None if system_end is None else system_end // tree.page_size * tree.page_size
 
     def kept(length: int) -> bool:
-        return length == shared_end or foothold(length, prompt, tree.token_to_kv_pool_allocator.size)
+        return length == shared_end or length in standing
 
     last = wanted.last
     if last in wanted.rungs and not (shared and _room_for_rung(batch)):
@@ -81,7 +86,7 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
         counters.skipped += 1
     paths.kind = ANSWER if answered else PROMPT if up_to >= prompt else INNER
     paths.behind = getattr(req, "_dsv4_prompt_end", None) if answered else None
-    paths.kept = getattr(req, "_dsv4_kept", ())
+    paths.kept, paths.lone = getattr(req, "_dsv4_kept", ()), getattr(req, "_dsv4_lone", False)
     offered = 1 if req.kv.mamba_last_track_seqlen and not tree.disable else 0
     before = counters.published
     try:
@@ -120,7 +125,7 @@ def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any,
                 pool.mamba_allocator.free(snapshot.slot)
                 continue
             kv.mamba_last_track_seqlen, paths.kind = snapshot.length, INNER
-            paths.kept = getattr(req, "_dsv4_kept", ())
+            paths.kept, paths.lone = getattr(req, "_dsv4_kept", ()), getattr(req, "_dsv4_lone", False)
             with pool.interior.publish(snapshot.slot):
                 insert(tree, req, up_to=up_to, **kwargs)
             counters.interior_published += 1

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 LOT, LOT_PART = 16, 32  # slots that move together: so many, or one in so many of those at first if that is less
 MOST_LOTS = 8  # at once
+SPARE = 4  # slots beside those of running requests that pages do not get: two texts' footholds
 FLOOR = 0.1  # part of the bytes that superseded snapshots may keep
 PAUSE = 4  # requests between two looks at a move that is not done: each waits for the device
 PAGES_A_LOOK, SNAPSHOTS_A_LOOK = 64, 32  # places looked at before the next request's turn: a few ms
@@ -55,6 +56,7 @@ class MovingSplit:
         self.floor = int(FLOOR * spare / self.slot_bytes)
         self._pages_beside = lru_cache(4096)(plan.pages_beside)
         self._most_slots = plan.most_slots
+        self.most_tokens = plan.pages_beside(plan.least_slots + SPARE) * self.pages.page_size
         self.lot = max(1, min(LOT, plan.slots // LOT_PART))
         self.target: int | None = None  # slots after the move that has begun
         self._began = self._again = 0  # when the move began, and when to look again at what stands in its way
@@ -123,11 +125,12 @@ class MovingSplit:
         """As many lots as the missing pages need and slots are idle or superseded."""
         end, lot = self.slots.drain.end, self.lot
         gain = self._pages_beside(end - lot) - self.pages.drain.end if end > lot else 0
-        most = min(MOST_LOTS * lot, end - self.plan.least_slots)
+        most = min(MOST_LOTS * lot, end - self.plan.least_slots - SPARE)
         if gain <= 0 or most < lot:
             return
         count = min(most, -(-pages // gain) * lot)
         short = count - self.slots.available_size()
+        short -= paths.trim_lone(tree, short) if short > 0 else 0
         if short > 0 and (spare := self.snapshots(tree) - self.floor) > 0:
             paths.trim(tree, min(short, spare))
         count = min(count, self.slots.available_size())

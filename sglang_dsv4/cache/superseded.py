@@ -28,6 +28,7 @@ class SupersededPaths:
 
     Above the end of a prompt everything is superseded but ends of system prompts, forks and the footholds of long
     paths. Above the end of an answer the prompt's end is too, where conversations resume at answers.
+    What a lone text (`policy.is_lone`) leaves behind goes first: its bytes are room for what takes turns with it.
     """
 
     def __init__(self, pages: int = 0) -> None:
@@ -38,13 +39,19 @@ class SupersededPaths:
         self.kind: str | None = None  # of the snapshot that is being inserted
         self.behind: int | None = None  # end of the prompt whose answer's end is being inserted
         self.kept: tuple[int, ...] = ()  # nodes above it whose snapshots are not superseded
+        self.lone = False  # whether the text that is being inserted takes more than half of the pool
         self.split: MovingSplit | None = None
         self._kept_above: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._prompts: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._answers: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._lone: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._prompts) + len(self._answers)
+        return len(self._prompts) + len(self._answers) + len(self._lone)
+
+    def room(self, tree: Any) -> int:
+        """Tokens of pages that there can be."""
+        return int(tree.token_to_kv_pool_allocator.size) if self.split is None else self.split.most_tokens
 
     def extended(self, tail: int) -> None:
         """A snapshot was inserted at node `tail`."""
@@ -53,7 +60,7 @@ class SupersededPaths:
         self.habits.published(tail, self.kind, self.behind)
         if self.kept:
             self._remember(tail, self.kept)
-        group = self._answers if self.kind == ANSWER else self._prompts
+        group = self._answers if self.kind == ANSWER else self._lone if self.lone else self._prompts
         group[tail] = self.kept
         group.move_to_end(tail)
         if len(group) > _REMEMBERED:
@@ -78,6 +85,7 @@ class SupersededPaths:
         self._kept_above.clear()
         self._prompts.clear()
         self._answers.clear()
+        self._lone.clear()
         self.habits.clear()
         self.order.clear()
         if self.split is not None:
@@ -85,9 +93,16 @@ class SupersededPaths:
 
     def trim(self, tree: Any, count: int) -> int:
         """Drop superseded snapshots until `count` are gone or none is left; returns how many went."""
-        gone = self._trim(tree, self._prompts, count)
+        gone = self._trim(tree, self._lone, count)
+        gone += self._trim(tree, self._prompts, count - gone)
         if gone < count and self.habits.prompt_ends_are_spent():
             gone += self._trim(tree, self._answers, count - gone)
+        counters.superseded += gone
+        return gone
+
+    def trim_lone(self, tree: Any, count: int) -> int:
+        """The same on the paths of texts of which only one fits."""
+        gone = self._trim(tree, self._lone, count)
         counters.superseded += gone
         return gone
 
@@ -198,7 +213,8 @@ def _make_room(tree: Any, params: Any) -> tuple[int, int, int, Any]:
         paths.split.consider(tree, paths, params.num_tokens, params.mamba_num)
         moved = slots.available_size() - before
         trims = params.mamba_num > moved and paths.split.may_trim(tree)
-    superseded = paths.trim(tree, params.mamba_num - moved) if trims else 0
+    superseded = paths.trim_lone(tree, params.mamba_num - moved) if params.mamba_num > moved else 0
+    superseded += paths.trim(tree, params.mamba_num - moved - superseded) if trims else 0
     wanted = max(0, params.mamba_num - moved - superseded)
     needed = max(0, goal - allocator.available_size()) if params.num_tokens > 0 else 0
     tokens, snapshots = paths.order.evict(tree, needed, wanted)
