@@ -329,6 +329,38 @@ def test_slots_that_a_request_needs_end_a_drain_of_slots():
     assert pages.available_size() == pages.size and split.target is None
 
 
+def test_a_move_that_nobody_asks_for_any_more_is_given_up_and_a_flush_ends_one():
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    engine = small_engine(running=2)
+    paths, slots, pages = paths_of(engine.tree), engine.pool.mamba_allocator, engine.pages
+
+    def short_once() -> None:
+        """Slots are short while a running request sits on the highest pages."""
+        taken = slots.alloc(slots.available_size())
+        engine.tree.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
+        slots.free(taken)
+        assert paths.split.target is not None and pages.drain.limit is not None
+
+    held = pages.alloc((pages.available_size() // PAGE - 26) * PAGE)
+    running = answer(engine, text(1, 24), 1, steps=1)
+    pages.free(held)
+    short_once()
+    list(running)
+    for number in range(split_module.PATIENCE + 2):
+        answer(engine, text(2, 3), 100 + number)
+    assert paths.split.target is None and pages.drain.limit is None and pages.size == pages.drain.end * PAGE
+
+    held = pages.alloc((pages.available_size() // PAGE - 26) * PAGE)
+    running = answer(engine, text(3, 24), 2, steps=1)
+    pages.free(held)
+    short_once()
+    list(running)
+    for owner in (engine.tree, engine.pool, engine.pages):  # as SGLang flushes
+        getattr(owner, "reset" if owner is engine.tree else "clear")()
+    assert paths_of(engine.tree).split.target is None and pages.drain.limit is None
+
+
 def test_meta_stores_have_no_bytes_but_books():
     g = geometry("tiny")
     plan = plan_around(g, slots=12, pages=60, least_slots=2, least_pages=4, granule=4096)

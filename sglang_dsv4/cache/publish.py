@@ -95,6 +95,7 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
         kind, paths.kind, paths.behind, paths.kept = paths.kind, None, None, ()
     if paths.split is not None and not tree.disable:
         paths.split.entered(tree, req, protected)
+        paths.split.expire(paths.order.model.now)
     counters.duplicates += max(0, offered - (counters.published - before))
     if offered and getattr(req, "_dsv4_keeps_last", False):
         req._dsv4_keeps_last = False

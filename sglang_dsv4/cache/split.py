@@ -86,6 +86,7 @@ class MovingSplit:
 
     def clear(self) -> None:
         """The tree was flushed."""
+        self.target = None  # the allocators were flushed, too
         self._page_nodes.clear()
         self._slot_nodes.clear()
 
@@ -158,8 +159,16 @@ class MovingSplit:
             self._again = now + (1 if move(tree) else PAUSE)
         if shrinking.drain.done:
             self._finish(tree)
-        elif now - self._began >= PATIENCE or shrinking.drain.limit is None:  # a flush ends a drain
-            shrinking.cancel_drain()
+        elif shrinking.drain.limit is None:  # a flush ended the drain
+            self.target = None
+        else:
+            self.expire(now)
+
+    def expire(self, now: int) -> None:
+        """Give up a move that has lasted too long, also where nobody is short any more and so asks for it."""
+        if self.target is not None and now - self._began >= PATIENCE:
+            self.slots.cancel_drain()
+            self.pages.cancel_drain()
             self.target = None
 
     def _finish(self, tree: Any) -> None:
