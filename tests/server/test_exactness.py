@@ -195,7 +195,8 @@ def test_every_configuration_gives_the_cold_answers(name, model, cold, tmp_path)
         client = server.client
         assert differences(client, cold, [*DEEP, *BRANCHES[::3], *EDGES, LONG, *cold.turns]) == []
         assert differences(client, cold, [*CROWD, *DEEP], together=True) == []
-        assert differences(client, cold, [LONG, *CROWD, *cold.turns], together=True) == []
+        if name != "radix cache off":  # where nothing is kept a third pass is the second again
+            assert differences(client, cold, [LONG, *CROWD, *cold.turns], together=True) == []
         again = [ask(client, LONG) for _ in range(2)][1]
         assert same(again, cold.answers[LONG.name])
         assert (again.cached_tokens == 0) == (name == "radix cache off")
