@@ -64,10 +64,6 @@ class Check:
         expect(used <= self.plan.budget, f"{used} bytes are more than {self.plan.budget}")
         return used
 
-    def tops(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 [slots], [pages]: the last byte of each in the last layer, and in `same` all the others."""
-        return self.states.slot_windows[-1, : self.slots + 1, -1], self.entries.csa[-1, : self.pages // 2, -1]
-
     def write(self, slots: range, pages: range) -> None:
         for slot in slots:
             self.states.slot_windows[:, slot] = slot % 251

@@ -261,14 +261,17 @@ def backing_for(device: str | torch.device, group: Group, memory: Memory) -> Bac
     return {"meta": Backing, "cpu": HostBacking, "cuda": CudaBacking}[kind](group, memory)
 
 
+def _ordinal(where: torch.device) -> int:
+    return torch.cuda.current_device() if where.index is None else where.index
+
+
 def cannot_move(device: str | torch.device) -> str | None:
     """Why memory cannot move between stores on that device; None where it can."""
     where = torch.device(device)
     if where.type != "cuda":
         return None
     try:
-        driver = Driver(torch.cuda.current_device() if where.index is None else where.index)
-        return None if driver.maps() else "the driver has no virtual memory management for this device"
+        return None if Driver(_ordinal(where)).maps() else "the driver has no virtual memory management for this device"
     except (AssertionError, AttributeError, OSError, RuntimeError) as error:
         return str(error)
 
@@ -276,5 +279,5 @@ def cannot_move(device: str | torch.device) -> str | None:
 def memory_for(device: str | torch.device, budget: int, granule: int) -> Memory:
     where = torch.device(device)
     if where.type == "cuda":
-        return CudaMemory(budget, granule, torch.cuda.current_device() if where.index is None else where.index)
+        return CudaMemory(budget, granule, _ordinal(where))
     return Memory(budget, granule)

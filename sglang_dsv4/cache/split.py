@@ -94,9 +94,8 @@ class MovingSplit:
         return int(tree.mamba_evictable_size() + tree.mamba_protected_size())
 
     def consider(self, tree: Any, paths: Any, tokens: int, snapshots: int) -> None:
-        """So many tokens and slots are missing: move memory if that helps, or go on with the move that has begun."""
+        """So many tokens and slots are missing after `yield_to`: move memory if that helps, or go on with a move."""
         now = paths.order.model.now
-        self.yield_to(tokens, snapshots)
         if self.target is None:
             if tokens > 0:
                 self._toward_pages(tree, paths, -(-tokens // self.pages.page_size))
