@@ -9,7 +9,8 @@
 //      Either way the range is halved further by counting all scores, so a row that deceives the sample costs passes over
 //      shared memory, never a wrong answer. Where even equal scores are too many, those above and the first of the equal
 //      ones are listed.
-//   4. Positions of the survivors are listed in order, the k-th is found by halving, prefix sums place what is selected.
+//   4. Positions of the survivors are listed in order. The range is halved until few are left in it, whose ranks are counted
+//      at once; prefix sums place what is selected.
 //
 // It is the sample's ranks that bound the work, as witnesses do in index_topk.cu: nothing collides however scores bunch.
 #pragma once
@@ -24,6 +25,7 @@ namespace dsv4::topk {
 
 constexpr int kRun = 64;            // ids of a thread, at most
 constexpr int kSampled = kRun / 8;  // of them in the sample
+constexpr int kFew = 32;            // keys among which ranks are counted at once
 constexpr unsigned kInfinity = 0xff800000u;  // ordered(inf)
 
 template <int kThreads>
@@ -38,18 +40,18 @@ __host__ __device__ constexpr int staged_run(int positions) {
 // Positions that a row of the widest kind takes; see StagedRun.
 inline int staged_positions(const Params& p) { return p.width + (p.aligned ? 0 : 3); }
 
-// Of a row's scores. Reads go in quarters of the longest run and may end behind the last thread's own.
+// Of a row's scores. Reads are of the longest run's whole quarters and samples, whatever the last thread's own length.
 template <int kThreads>
 constexpr int staged_bytes(int positions) {
-  return 4 * (kThreads * staged_run<kThreads>(positions) + 32);
+  return 4 * (kThreads * staged_run<kThreads>(positions) + kRun);
 }
 
-// The rank in the sample whose score is tried as bound: four standard deviations above k's share of it.
+// The rank in the sample whose score is tried as bound: three standard deviations and a half above k's share of it.
 inline int sampled_rank(int topk) {
   const int share = (topk + 7) / 8;
   int root = 1;
   while (root * root < share) ++root;
-  return share + 4 * root;
+  return share + 7 * root / 2;
 }
 
 // Where the score at `position` of a row stands in shared memory: 16-byte units change places within 128 bytes, as
@@ -61,6 +63,8 @@ struct StagedShared {
   static constexpr int kWarps = kThreads / 32;
   __align__(16) int sums[2][kWarps];
   unsigned lows[kWarps], highs[kWarps];
+  __align__(16) unsigned few[kFew];  // keys that the search is left with, in any order
+  int few_count;
   uint16_t list[kList];  // positions of survivors
 };
 
@@ -92,7 +96,7 @@ struct StagedTeam {
     return result;
   }
 
-  // Several barriers must lie between two calls.
+  // A barrier of another call must lie between two.
   __device__ __forceinline__ void extremes(unsigned& low, unsigned& high) {
     low = __reduce_min_sync(kFullMask, low);
     high = __reduce_max_sync(kFullMask, high);
@@ -122,14 +126,15 @@ struct StagedRun {
     first = static_cast<int>(threadIdx.x) * length;
     const float* const source = row - skip;
     const unsigned target = shared_address(staged);
-#pragma unroll 4
-    for (int at = 4 * threadIdx.x; at < stop; at += 4 * kThreads) {
-      const unsigned to = target + 4 * staged_at(at);
-      if (at >= skip && at + 4 <= stop) {
-        copy_async16(to, source + at);
-      } else {
-        for (int i = max(skip - at, 0); i < min(stop - at, 4); ++i) copy_async4(to + 4 * i, source + at + i);
-      }
+    const int whole = stop & ~3;
+    for (int at = (skip + 3 & ~3) + 4 * threadIdx.x; at < whole; at += 4 * kThreads) {
+      copy_async16(target + 4 * staged_at(at), source + at);
+    }
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < 8) {  // the units at both ends that are not all the row's
+      const int at = thread < 4 ? thread : whole + thread - 4;
+      const bool cut = thread < 4 ? skip > 0 : true;
+      if (cut && at >= skip && at < stop) copy_async4(target + 4 * staged_at(at), source + at);
     }
     copy_async_commit();
     const int begin = max(skip - first, 0), end = min(stop - first, length);
@@ -167,61 +172,86 @@ struct StagedRun {
 #pragma unroll
     for (int i = 0; i < kSampled; ++i) {
       const int within = 8 * i + 4 * (i & 1) + (lane >> 3);
-      key[i] = real >> within & 1 ? ordered(number(staged[staged_at(first + within)])) : 0;
+      const float score = staged[staged_at(first + within)];
+      key[i] = real >> within & 1 ? ordered(number(score)) : 0;
     }
   }
 };
 
-// A bound that more than topk scores should reach. `tied` says that no other score of the sample is as near to its rank.
+// An eighth of a row's scores.
 template <int kThreads>
-__device__ __forceinline__ unsigned sampled_bound(StagedTeam<kThreads>& team, const StagedRun<kThreads>& run, int rank,
-                                                  bool& tied) {
+struct Sample {
+  StagedTeam<kThreads>& team;
   unsigned key[kSampled];
-  run.sample(key, team.lane);
-  Range range = {0xffffffffu, 0u};
+  unsigned low = 0xffffffffu, high = 0;
+
+  __device__ __forceinline__ Sample(StagedTeam<kThreads>& team, const StagedRun<kThreads>& run) : team(team) {
+    run.sample(key, team.lane);
 #pragma unroll
-  for (int i = 0; i < kSampled; ++i) {
-    if (key[i] > 0) range = {min(range.low, key[i]), max(range.high, key[i])};
+    for (int i = 0; i < kSampled; ++i) {
+      if (key[i] > 0) low = min(low, key[i]), high = max(high, key[i]);
+    }
+    team.extremes(low, high);
   }
-  team.extremes(range.low, range.high);
-  while (range.open()) {
-    const unsigned middle = range.middle();
-    int own = 0;
+
+  // About the key of this rank, not above it. `tied` says that it is a key of the sample, and several may be equal to it.
+  __device__ __forceinline__ unsigned ranked(int rank, bool& tied) const {
+    Range range = {low, high};
+#pragma unroll 1
+    for (int step = 0; range.open(); ++step) {
+      // At first halfway between the numbers: halving bits spends some eight steps on exponents next to zero where scores
+      // have both signs. No more than a few, as bits alone bound the steps.
+      const float between = 0.5f * from_ordered(range.low) + 0.5f * from_ordered(range.high);
+      const unsigned at = step < 3 ? min(max(ordered(between), range.low + 1), range.high) : range.middle();
+      int own = 0;
 #pragma unroll
-    for (int i = 0; i < kSampled; ++i) own += key[i] >= middle;
-    const int count = team.sum(own).total;
-    if (range.halve(count, rank) && count <= rank + rank / 8) break;
+      for (int i = 0; i < kSampled; ++i) own += key[i] >= at;
+      const int count = team.sum(own).total;
+      if (range.split(at, count, rank) && count <= rank + rank / 8) break;
+    }
+    tied = !range.open();
+    return range.low;
   }
-  tied = !range.open();
-  return range.low;
-}
+};
 
 // Lists the positions of the scores that may be selected and returns how many, at least topk; the k-th of them lies in
 // `range`. Rows of more than kList scores.
 template <int kThreads>
-__device__ __forceinline__ int list_survivors(StagedTeam<kThreads>& team, const StagedRun<kThreads>& run, int topk, int rank,
-                                              Range& range) {
+__device__ __forceinline__ int list_survivors(StagedTeam<kThreads>& team, const StagedRun<kThreads>& run, int topk,
+                                              int rank, Range& range) {
   unsigned long long mask;
   const auto count = [&](unsigned key, unsigned long long& reached) {
     reached = run.reaching(key);
     return team.sum(__popcll(reached));
   };
+  const Sample<kThreads> sample(team, run);
+  const int most = (run.stop - run.skip) / 9;  // fewer than are in the sample
+  range = {kLowest, kInfinity};
   bool tied;
-  const unsigned bound = sampled_bound<kThreads>(team, run, rank, tied);
-  auto listed = count(bound, mask);
-  range = {bound, kInfinity};
-  if (listed.total < topk) {
-    range = {kLowest, bound - 1, listed.total};
-    listed = count(kLowest, mask);
+  auto listed = typename StagedTeam<kThreads>::Sum{};
+#pragma unroll 1
+  for (int tried = rank;; tried *= 2) {
     tied = false;
+    range.low = tried <= most ? sample.ranked(tried, tied) : kLowest;
+    listed = count(range.low, mask);
+    if (listed.total >= topk) break;
+    range.high = range.low - 1;
+    range.above = listed.total;
   }
-  while (listed.total > kList && range.open()) {
-    // Where the sample has but equal scores there, the row's k-th is likely to be one of them.
-    const unsigned at = tied ? range.low + 1 : range.middle();
-    tied = false;
-    unsigned long long reached;
-    const auto counted = count(at, reached);
-    if (range.split(at, counted.total, topk)) listed = counted, mask = reached;
+  if (listed.total > kList) {
+    const auto narrow = [&](unsigned at) {
+      unsigned long long reached;
+      const auto counted = count(at, reached);
+      if (range.split(at, counted.total, topk)) listed = counted, mask = reached;
+    };
+    // Where the sample's scores are equal there the row's k-th is likely to be one of them; else it is likely to be
+    // below what half as many of the sample reach.
+    if (tied && range.open()) narrow(range.low + 1);
+    if (listed.total > kList && range.open()) {
+      const unsigned at = sample.ranked((rank + 1) / 2, tied) + 1;
+      if (at > range.low && at <= range.high) narrow(at);
+    }
+    while (listed.total > kList && range.open()) narrow(range.middle());
   }
   int n = listed.total;
   if (n > kList) {
@@ -277,13 +307,30 @@ __device__ __forceinline__ void select_survivors(StagedTeam<kThreads>& team, con
     range.low = max(range.low, low);
     range.high = min(range.high, high);
   }
-  while (reach > topk && range.open()) {
+  while (reach > topk && range.open() && reach - range.above > kFew) {
     const unsigned middle = range.middle();
     int own = 0;
 #pragma unroll
     for (int i = 0; i < kPer; ++i) own += key[i] >= middle;
     const int count = team.sum(own).total;
     if (range.halve(count, topk)) reach = count;
+  }
+  if (reach > topk && range.open()) {
+    const int left = reach - range.above;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (key[i] >= range.low && key[i] <= range.high) team.shared.few[atomicAdd(&team.shared.few_count, 1)] = key[i];
+    }
+    __syncthreads();
+    // Each warp does the same: a lane counts the keys above its own. Of those with fewer than are sought the lowest one
+    // is the k-th, in whatever order they stand.
+    const unsigned own = team.lane < left ? team.shared.few[team.lane] : 0;
+    int above = 0;
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) above += team.shared.few[i] > own && i < left;
+    const bool among = team.lane < left && above < topk - range.above;
+    range.low = __reduce_min_sync(kFullMask, among ? own : 0xffffffffu);
+    range.above += static_cast<int>(__reduce_max_sync(kFullMask, among ? above : 0));
   }
   const unsigned kth = range.low;
   const int wanted = reach == topk ? topk : topk - range.above;  // of those that equal it, at most
@@ -320,6 +367,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) staged_kernel(const __grid_
   const StagedRun<kThreads> run(staged, p.scores + token * p.stride, visible);
   StagedTeam<kThreads> team = {shared, thread & 31, thread >> 5};
   const int base = first_of(p, token);
+  if (thread == 0) shared.few_count = 0;
   run.wait();
   __syncthreads();
 
