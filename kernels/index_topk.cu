@@ -499,7 +499,7 @@ void launch_staged(const TensorView& out, const Params& p) {
   shape.block = dim3(kThreads);
   shape.dynamic_smem = staged_bytes<kThreads>(staged_positions(p));
   shape.overlap = true;
-  launch(out, shape, staged_kernel<kThreads, kBlocks>, p, sampled_rank(p.topk));
+  launch(out, shape, staged_kernel<kThreads, kBlocks>, p, sampled_rank<kThreads>(p.topk));
 }
 
 // `first` holds no element where nothing is added to ids.
