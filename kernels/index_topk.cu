@@ -10,6 +10,7 @@
 //   4. The k-th survivor is found by halving, a survivor or two a thread; prefix sums place what is selected.
 // Nothing depends on how scores are spread: there is no histogram to collide in. Rows of at most kList entries are their
 // own list; what is longer than a block holds is loaded again in each pass. NaN ranks below every number.
+// More rows than multiprocessors, as in prefill, stand in shared memory: dsv4/topk_staged.cuh.
 #include "dsv4/check.h"
 #include "dsv4/grid.cuh"
 #include "dsv4/hopper.cuh"
@@ -499,6 +500,10 @@ void launch_staged(const TensorView& out, const Params& p) {
   shape.block = dim3(kThreads);
   shape.dynamic_smem = staged_bytes<kThreads>(staged_positions(p));
   shape.overlap = true;
+  // As many rows as the kernel's registers allow, whatever share of the cache the driver would choose.
+  cuda_check(cudaFuncSetAttribute(staged_kernel<kThreads, kBlocks>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "cudaFuncSetAttribute");
   launch(out, shape, staged_kernel<kThreads, kBlocks>, p, sampled_rank<kThreads>(p.topk));
 }
 

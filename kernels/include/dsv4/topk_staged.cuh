@@ -1,21 +1,21 @@
-// Top-k of many rows of moderate length: few threads a row and many rows a multiprocessor, since a row alone is one chain
-// of loads and barriers that only other rows can fill.
+// Top-k of many rows of moderate length: few threads a row and many rows a multiprocessor, since a row alone is one
+// chain of loads and barriers that only other rows can fill.
 //
-//   1. A block copies its row to shared memory. Each thread owns a run of up to 64 ids, so that what threads count
-//      adds up in the order of ids. No score stays in a register.
+//   1. A block copies its row to shared memory. Each thread owns a run of up to 64 ids, so that what threads count adds
+//      up in the order of ids. No score stays in a register.
 //   2. About a thousand of the scores, evenly spread, are a sample: halving a range for its k-th's share and a margin
 //      gives a bound that in all likelihood somewhat more than k scores reach.
 //   3. One pass counts all that do. Too few: the bound was a bad one; too many for the list: equal scores, or a bad one.
-//      Either way the range is halved further by counting all scores, so a row that deceives the sample costs passes over
-//      shared memory, never a wrong answer. Where even equal scores are too many, those above and the first of the equal
-//      ones are listed.
-//   4. Positions of the survivors are listed in order. The range is halved until few are left in it, whose ranks are
-//      counted at once; prefix sums place what is selected.
+//      Either way the range is halved further by counting all scores, so a row that deceives the sample costs passes
+//      over shared memory, never a wrong answer. Where even equal scores are too many, those above and the first of the
+//      equal ones are listed.
+//   4. Where survivors stand is listed in order. The range is halved until few are left in it, whose ranks are counted
+//      at once; prefix sums place what is selected.
 //
-// Searches are one warp's: it counts without a barrier and with a quarter of the instructions that all warps would spend
-// on their sums. Which warp differs from block to block, as warps of the same number share a scheduler.
-//
-// It is ranks that bound the work, as with the witnesses in index_topk.cu: nothing collides however scores bunch.
+// Searches are one warp's: it counts without a barrier, and all warps together would spend more than twice its
+// instructions, most of them on their sums. Which warp differs from block to block, as warps of the same number share a
+// scheduler. It is ranks that bound the work, as with the witnesses in index_topk.cu: nothing collides however scores
+// bunch.
 #pragma once
 
 #include "dsv4/grid.cuh"
@@ -29,7 +29,7 @@ namespace dsv4::topk {
 constexpr int kRun = 64;      // ids of a thread, at most
 constexpr int kSampled = 32;  // scores of the sample that a lane looks at
 constexpr int kFew = 32;      // keys among which ranks are counted at once
-constexpr unsigned kInfinity = 0xff800000u;  // ordered(inf)
+constexpr unsigned kZero = 0x80000000u, kInfinity = 0xff800000u;  // ordered(0), ordered(inf)
 
 template <int kThreads>
 constexpr int kStagedHolds = kThreads * kRun;
@@ -120,14 +120,14 @@ struct WarpKeys {
   }
 };
 
-// A thread's run of a row whose scores stand at positions skip .. stop - 1: copies keep 16-byte alignment, so a row that
-// begins between two units leaves up to three positions out.
+// A thread's run of a row whose scores stand at positions skip .. stop - 1: copies keep 16-byte alignment, so a row
+// that begins between two units leaves up to three positions out.
 template <int kThreads>
 struct StagedRun {
   const float* staged;
   int skip, stop;
-  int length, first;          // of the run
-  unsigned long long real;    // positions of the run that hold scores
+  int length, first;        // of the run
+  unsigned long long real;  // positions of the run that hold scores
 
   __device__ __forceinline__ StagedRun(float* staged, const float* row, int visible) : staged(staged) {
     skip = static_cast<int>(reinterpret_cast<uintptr_t>(row) >> 2 & 3);
@@ -179,8 +179,8 @@ struct StagedRun {
   }
 };
 
-// A key that about `rank` keys of the sample reach. `tied` says that it is one of them, and that fewer reach the next. Of a
-// row of more than kList scores; any warp's.
+// A key that about `rank` keys of the sample reach. `tied` says that it is one of them, and that fewer reach the next.
+// Of a row of more than kList scores; any warp's.
 template <int kThreads>
 __device__ __forceinline__ unsigned sampled_key(const StagedRun<kThreads>& run, int lane, int rank, bool& tied) {
   constexpr int kApart = 32 * kSampleEvery<kThreads>, kSure = kList / kApart;
@@ -203,10 +203,13 @@ __device__ __forceinline__ unsigned sampled_key(const StagedRun<kThreads>& run, 
   Range range = {__reduce_min_sync(kFullMask, low), __reduce_max_sync(kFullMask, high)};
 #pragma unroll 1
   for (int step = 0; range.open(); ++step) {
-    // At first halfway between the numbers: halving bits spends some eight steps on exponents next to zero where scores
-    // have both signs. No more than a few, as bits alone bound the steps.
-    const float between = 0.5f * from_ordered(range.low) + 0.5f * from_ordered(range.high);
-    const unsigned at = step < 3 ? min(max(ordered(between), range.low + 1), range.high) : range.middle();
+    unsigned at = range.middle();
+    // Across zero halfway between the numbers at first, as halving bits would spend some five steps more on the
+    // exponents next to zero. No more than three times, since bits alone bound the steps.
+    if (step < 3 && range.low <= kZero && range.high > kZero) {
+      const float between = 0.5f * from_ordered(range.low) + 0.5f * from_ordered(range.high);
+      at = min(max(ordered(between), range.low + 1), range.high);
+    }
     const int count = keys.reaching(at);
     if (range.split(at, count, rank) && count <= rank + rank / 8) break;
   }
@@ -285,11 +288,11 @@ __device__ __forceinline__ int list_survivors(StagedTeam<kThreads>& team, const 
   return n;
 }
 
-// The k-th of n > topk survivors, of which a lane has up to kPer; `range` becomes it, or a bound that topk reach. Returns
-// how many of those that equal it are wanted, at most. Any warp's.
+// The k-th of n > topk survivors, of which a lane has up to kPer; `range.low` becomes it, or a bound that topk reach.
+// Returns how many of those that equal it are wanted, at most. Any warp's.
 template <int kThreads, int kPer>
-__device__ __forceinline__ int kth_survivor(const float* staged, StagedShared<kThreads>& shared, int lane, int n, int topk,
-                                            Range& range) {
+__device__ __forceinline__ int kth_survivor(const float* staged, StagedShared<kThreads>& shared, int lane, int n,
+                                            int topk, Range& range) {
   WarpKeys<kPer> keys;
   unsigned low = 0xffffffffu, high = 0;
 #pragma unroll
@@ -334,8 +337,8 @@ __device__ __forceinline__ int kth_survivor(const float* staged, StagedShared<kT
   return topk - range.above;
 }
 
-// Writes the positions of topk survivors, in order: those above `kth` and the first `wanted` that equal it. A thread has
-// up to kPer in a row.
+// Writes the positions of topk survivors, in order: those above `kth` and the first `wanted` that equal it. A thread
+// has up to kPer in a row.
 template <int kThreads, int kPer>
 __device__ __forceinline__ void place_survivors(StagedTeam<kThreads>& team, const float* staged, int n, unsigned kth,
                                                 int wanted, uint16_t* chosen) {
@@ -369,10 +372,11 @@ __device__ __forceinline__ void place_survivors(StagedTeam<kThreads>& team, cons
   __syncthreads();
 }
 
-// Selects topk of n survivors, at least as many and at most kMost; the k-th lies in `range`. The selected positions replace
-// the row.
+// Selects topk of n survivors, at least as many and at most kMost; the k-th lies in `range`. The selected positions
+// replace the row.
 template <int kThreads, int kMost>
-__device__ __forceinline__ void select_survivors(StagedTeam<kThreads>& team, float* staged, int n, int topk, Range range) {
+__device__ __forceinline__ void select_survivors(StagedTeam<kThreads>& team, float* staged, int n, int topk,
+                                                 Range range) {
   StagedShared<kThreads>& shared = team.shared;
   int wanted = topk;
   if (n > topk) {
