@@ -10,7 +10,7 @@
 //   4. The k-th survivor is found by halving, a survivor or two a thread; prefix sums place what is selected.
 // Nothing depends on how scores are spread: there is no histogram to collide in. Rows of at most kList entries are their
 // own list; what is longer than a block holds is loaded again in each pass. NaN ranks below every number.
-// More rows than multiprocessors, as in prefill, stand in shared memory: dsv4/topk_staged.cuh.
+// More than two rows a multiprocessor, as in prefill, stand in shared memory: dsv4/topk_staged.cuh.
 #include "dsv4/check.h"
 #include "dsv4/grid.cuh"
 #include "dsv4/hopper.cuh"
@@ -492,7 +492,7 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   launch(out, shape, topk_kernel<kThreads, kLong, kClustered>, p, cluster);
 }
 
-// More rows than multiprocessors, each in shared memory.
+// More than two rows a multiprocessor, each in shared memory.
 template <int kThreads, int kBlocks>
 void launch_staged(const TensorView& out, const Params& p) {
   LaunchShape shape;
@@ -522,9 +522,11 @@ void index_topk(TensorView scores, TensorView out, TensorView first, bool physic
   p.physical = physical;
   p.aligned = p.stride % 4 == 0 && reinterpret_cast<uintptr_t>(p.scores) % 16 == 0;
   const int tokens = p.meta.num_tokens, blocks = multiprocessors();
-  if (tokens > blocks && p.topk <= kList / 2 && staged_positions(p) <= kStagedHolds<128>) {
+  // Rows that all run at once finish sooner with more threads each.
+  const bool many = tokens > 2 * blocks && p.topk <= kList / 2;
+  if (many && staged_positions(p) <= kStagedHolds<128>) {
     launch_staged<128, 6>(out, p);
-  } else if (tokens > blocks && p.topk <= kList / 2 && staged_positions(p) <= kStagedHolds<256>) {
+  } else if (many && staged_positions(p) <= kStagedHolds<256>) {
     launch_staged<256, 3>(out, p);
   } else if (tokens > blocks && p.width <= kBlockHolds<512>) {  // two rows a multiprocessor: one works while the other waits
     launch_topk<512, false, false>(out, p, 1);

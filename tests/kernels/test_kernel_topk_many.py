@@ -1,4 +1,4 @@
-"""index_topk of more rows than multiprocessors, which stand in shared memory, against the torch reference."""
+"""index_topk of more than two rows a multiprocessor, which stand in shared memory, against the torch reference."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang_dsv4.ops.index_topk import index_topk, index_topk_cuda
 
 
 def many(device: torch.device) -> int:
-    """So many rows that a multiprocessor has several."""
-    return torch.cuda.get_device_properties(device).multi_processor_count + 9
+    """So many rows that no two a multiprocessor would take them all."""
+    return torch.cuda.get_device_properties(device).multi_processor_count * 2 + 9
 
 
 def lengths(device: torch.device, *some: int, most: int) -> list[int]:
