@@ -131,23 +131,57 @@ __device__ __forceinline__ void store_rounded(const Params& p, int token, int he
   }
 }
 
+// A lane's channels of a head as codes of an image's row: what HeadScale makes of the rounded numbers, without going
+// through them. Rounding keeps order, so the largest rounded channel is the largest one rounded.
+template <typename Layout>
+struct HeadCodes {
+  unsigned codes[2];
+  float scale;  // HeadScale's
+
+  __device__ __forceinline__ explicit HeadCodes(const float (&x)[8]) {
+    if constexpr (Layout::kDataBytes == IndexFp4::kDataBytes) {
+      const float amax = largest<kFp4Quant / 8>(x);
+      const int group = fp4_scale_code(amax);
+      const float inverse = ue8m0_inverse(group), group_scale = ue8m0_decode(group);
+      float top = __fmul_rn(e2m1_round(__fmul_rn(amax, inverse)), group_scale);
+#pragma unroll
+      for (int step = kFp4Quant / 8; step < kLanes; step <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
+      const HeadScale<Layout> of(top);
+      scale = of.scale;
+      const float factor = __fmul_rn(group_scale, of.inverse);  // powers of two
+      float code[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) code[i] = __fmul_rn(e2m1_round(__fmul_rn(x[i], inverse)), factor);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        codes[j] = e4m3_encode4(code[4 * j], code[4 * j + 1], code[4 * j + 2], code[4 * j + 3]);
+      }
+    } else {
+      const float amax = largest<kLanes>(x), first = __fdiv_rn(fmaxf(amax, kFp8AmaxFloor), kE4m3Max);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        codes[j] = e4m3_encode4(__fdiv_rn(x[4 * j], first), __fdiv_rn(x[4 * j + 1], first),
+                                __fdiv_rn(x[4 * j + 2], first), __fdiv_rn(x[4 * j + 3], first));
+      }
+      // The numbers' own scale may differ from it in the last bits, which moves no code.
+      const float top = e4m3_decode2(e4m3_encode4(__fdiv_rn(amax, first), 0.0f, 0.0f, 0.0f)).x;
+      scale = HeadScale<Layout>(__fmul_rn(top, first)).scale;
+    }
+  }
+};
+
 // A head's row of the token's image and its weight, of the scaled `weight`; zeros for a head that does not exist.
 template <typename Layout>
 __device__ __forceinline__ void store_image(const Params& p, int token, int head, int lane, const float (&x)[8],
                                             float weight) {
-  const HeadScale<Layout> of(largest<kLanes>(x));
-  unsigned codes[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    codes[i] = e4m3_encode4(of.code(x[4 * i]), of.code(x[4 * i + 1]), of.code(x[4 * i + 2]), of.code(x[4 * i + 3]));
-  }
+  const HeadCodes<Layout> of(x);
   const bool real = head < p.heads;
   // A lane's two words stand in two neighbouring units of the row, beside those of another lane: they trade, so that each
   // has eight bytes of one unit and one instruction writes whole rows.
   constexpr int kPartner = Layout::kDataBytes == IndexFp4::kDataBytes ? 4 : 2;
   const bool upper = lane & kPartner;
-  const unsigned got = __shfl_xor_sync(kFullMask, upper ? codes[0] : codes[1], kPartner);
-  const uint2 pair = upper ? make_uint2(got, codes[1]) : make_uint2(codes[0], got);
+  const unsigned got = __shfl_xor_sync(kFullMask, upper ? of.codes[0] : of.codes[1], kPartner);
+  const uint2 pair = upper ? make_uint2(got, of.codes[1]) : make_uint2(of.codes[0], got);
   const int at = e4m3_image_offset<Layout>(head, upper ? 8 * (lane - kPartner) + 4 : 8 * lane);
   uint8_t* const image = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(token) * kImageBytes<true>;
   *reinterpret_cast<uint2*>(image + at) = real ? pair : make_uint2(0, 0);
@@ -198,12 +232,12 @@ __global__ void __launch_bounds__(kThreads) index_query_kernel(const __grid_cons
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     hadamard(x[i], lane);
-    round_as_key<Layout>(x[i]);
     const int head = first + i * kHeads;
     if constexpr (kImages) {
       store_image<Layout>(p, token, head, lane, x[i], weight[i]);
-    } else if (head < p.heads) {
-      store_rounded<Layout>(p, token, head, lane, x[i]);
+    } else {
+      round_as_key<Layout>(x[i]);
+      if (head < p.heads) store_rounded<Layout>(p, token, head, lane, x[i]);
     }
   }
 }

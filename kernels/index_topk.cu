@@ -10,55 +10,25 @@
 //   4. The k-th survivor is found by halving, a survivor or two a thread; prefix sums place what is selected.
 // Nothing depends on how scores are spread: there is no histogram to collide in. Rows of at most kList entries are their
 // own list; what is longer than a block holds is loaded again in each pass. NaN ranks below every number.
+// More than two rows a multiprocessor, as in prefill, stand in shared memory: dsv4/topk_staged.cuh.
 #include "dsv4/check.h"
 #include "dsv4/grid.cuh"
 #include "dsv4/hopper.cuh"
-#include "dsv4/meta.cuh"
+#include "dsv4/topk.cuh"
+#include "dsv4/topk_staged.cuh"
 #include "dsv4/warp.cuh"
 
 namespace {
 
 using namespace dsv4;
+using namespace dsv4::topk;
 
-constexpr int kList = 2048;
 constexpr int kMaxCluster = 8;
-constexpr int kCsaShift = 2;
 constexpr int kStep = 128;  // ids that a warp loads at once, four a lane
 constexpr int kMostSteps = 8, kSomeSteps = 4, kFewSteps = 2;  // steps that a warp holds of rows of three lengths
-constexpr unsigned kLowest = 0x007fffffu;  // ordered(-inf)
 
 template <int kThreads, int kSteps = kMostSteps>
 constexpr int kBlockHolds = 4 * kThreads * kSteps;
-
-struct Params {
-  StepMeta meta;
-  const float* scores;
-  int32_t* out;
-  const int32_t* first;  // [tokens], what is added to a token's ids, or null
-  int64_t stride;
-  int64_t out_stride;
-  int width;
-  int topk;
-  bool physical;
-  bool aligned;  // rows start at 16-byte addresses
-};
-
-// Order-preserving map of numbers to integers and back; both zeros are one value.
-__device__ __forceinline__ unsigned ordered(float x) {
-  const unsigned bits = __float_as_uint(x + 0.0f);
-  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
-__device__ __forceinline__ float from_ordered(unsigned key) {
-  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
-}
-// -inf for NaN.
-__device__ __forceinline__ float number(float x) { return fmaxf(x, -INFINITY); }
-
-// What stands for entry `id` in a token's result; `first` is the token's.
-__device__ __forceinline__ int stored_as(const Params& p, int request, int first, int id) {
-  return p.physical ? static_cast<int>(p.meta.entry_row(request, id, kCsaShift)) : first + id;
-}
-__device__ __forceinline__ int first_of(const Params& p, int token) { return p.first != nullptr ? p.first[token] : 0; }
 
 struct Shared {
   int list[kList];  // ids of survivors
@@ -133,26 +103,6 @@ struct Team {
     hopper::cluster_sync();
     low = __reduce_min_sync(kFullMask, lane < blocks ? shared.part_lows[lane] : 0xffffffffu);
     high = __reduce_max_sync(kFullMask, lane < blocks ? shared.part_highs[lane] : 0u);
-  }
-};
-
-// What is sought lies in low .. high; at least `wanted` of what is counted reach `low`, `above` reach high + 1.
-struct Range {
-  unsigned low, high;
-  int above = 0;
-
-  __device__ __forceinline__ bool open() const { return low < high; }
-  __device__ __forceinline__ unsigned middle() const { return low + ((high - low + 1) >> 1); }
-  // `count` reach the middle. True where that is at least `wanted`.
-  __device__ __forceinline__ bool halve(int count, int wanted) {
-    const unsigned at = middle();
-    if (count >= wanted) {
-      low = at;
-      return true;
-    }
-    high = at - 1;
-    above = count;
-    return false;
   }
 };
 
@@ -456,22 +406,6 @@ struct Survivors {
   }
 };
 
-__device__ __forceinline__ int visible_of(const Params& p, int token, int request) {
-  // Loaded whatever the request is: two loads side by side instead of one after the other.
-  const int entries = static_cast<int>(min((p.meta.positions[token] + 1) >> kCsaShift, static_cast<int64_t>(p.width)));
-  return request < 0 ? 0 : entries;
-}
-
-// A row of no more than topk entries.
-template <int kThreads>
-__device__ __forceinline__ void select_all(const Params& p, int token, int request, int visible) {
-  int32_t* const out = p.out + token * p.out_stride;
-  const int base = first_of(p, token);
-  for (int i = threadIdx.x; i < p.topk; i += kThreads) {
-    out[i] = i < visible ? stored_as(p, request, base, i) : -1;
-  }
-}
-
 // A row of at most kList entries. `early` is the score of the id that is the thread's number.
 template <int kThreads, typename Team>
 __device__ __forceinline__ void select_short(const Params& p, Team& team, int token, int request, int visible,
@@ -558,6 +492,21 @@ void launch_topk(const TensorView& out, const Params& p, int cluster) {
   launch(out, shape, topk_kernel<kThreads, kLong, kClustered>, p, cluster);
 }
 
+// More than two rows a multiprocessor, each in shared memory.
+template <int kThreads, int kBlocks>
+void launch_staged(const TensorView& out, const Params& p) {
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens));
+  shape.block = dim3(kThreads);
+  shape.dynamic_smem = staged_bytes<kThreads>(staged_positions(p));
+  shape.overlap = true;
+  // As many rows as the kernel's registers allow, whatever share of the cache the driver would choose.
+  cuda_check(cudaFuncSetAttribute(staged_kernel<kThreads, kBlocks>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "cudaFuncSetAttribute");
+  launch(out, shape, staged_kernel<kThreads, kBlocks>, p, sampled_rank<kThreads>(p.topk));
+}
+
 // `first` holds no element where nothing is added to ids.
 void index_topk(TensorView scores, TensorView out, TensorView first, bool physical, DSV4_META_PARAMS) {
   const DeviceGuard guard(out);
@@ -573,7 +522,13 @@ void index_topk(TensorView scores, TensorView out, TensorView first, bool physic
   p.physical = physical;
   p.aligned = p.stride % 4 == 0 && reinterpret_cast<uintptr_t>(p.scores) % 16 == 0;
   const int tokens = p.meta.num_tokens, blocks = multiprocessors();
-  if (tokens > blocks && p.width <= kBlockHolds<512>) {  // two rows a multiprocessor: one works while the other waits
+  // Rows that all run at once finish sooner with more threads each.
+  const bool many = tokens > 2 * blocks && p.topk <= kList / 2;
+  if (many && staged_positions(p) <= kStagedHolds<128>) {
+    launch_staged<128, 6>(out, p);
+  } else if (many && staged_positions(p) <= kStagedHolds<256>) {
+    launch_staged<256, 3>(out, p);
+  } else if (tokens > blocks && p.width <= kBlockHolds<512>) {  // two rows a multiprocessor: one works while the other waits
     launch_topk<512, false, false>(out, p, 1);
   } else if (p.width <= kBlockHolds<1024>) {
     launch_topk<1024, false, false>(out, p, 1);

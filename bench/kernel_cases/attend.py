@@ -117,11 +117,13 @@ def score_cases(device: torch.device) -> Iterator[Case]:
         for batch, name in shapes:
             if (batch, name) != (256, "128K") and wanted("index_scores", _scores_shape(layout, batch, name)):
                 yield _scores(layout, batch, name, device, deep_gemm, reason)
-    if wanted("index_scores", CHUNK_SHAPE):
-        yield from _prefill_scores(device)
+    for name in ("32K", "128K"):
+        if wanted("index_scores", _chunk_shape(name)):
+            yield from _prefill_scores(name, device, deep_gemm, reason)
 
 
-CHUNK_SHAPE = "mxfp4 chunk of 8192 at 32K"
+def _chunk_shape(name: str) -> str:
+    return f"mxfp4 chunk of 8192 at {name}"
 
 
 def _scores_shape(layout: RowLayout, batch: int, name: str) -> str:
@@ -207,8 +209,9 @@ def paged_logits(
     return run
 
 
-def _prefill_scores(device: torch.device) -> Iterator[Case]:
-    tokens, context = 8192, CONTEXTS["32K"]
+def _prefill_scores(name: str, device: torch.device, deep_gemm: Any, reason: str) -> Iterator[Case]:
+    """The last 8,192 tokens of a context: from numbers, and from the operands that `index_query` makes."""
+    tokens, context = 8192, CONTEXTS[name]
     entries, codec = context // CSA_RATIO, index_codec(INDEX_FP4)
     meta, pool = step(1, context, device, tokens), key_pool(INDEX_FP4, entries // GROUP_ROWS, device)
     raw = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=device).bfloat16()
@@ -217,12 +220,40 @@ def _prefill_scores(device: torch.device) -> Iterator[Case]:
     pairs = sum((p + 1) // CSA_RATIO for p in range(context - tokens, context))
     for label, numbers in (("", True), (", operands given", False)):
         q, w = index_query_cuda(raw, weights, rope, meta.positions, codec=codec, scale=1.0, many=True, portable=numbers)
+        not_run: list[str] = []
+        rival, rival_run = None, None
+        if not numbers:
+            rival = RAGGED_LOGITS
+            rival_run = _ragged_logits(deep_gemm, reason, raw, weights, meta.positions, entries, not_run)
 
         def run(_: int, q: Tensor = q, w: Tensor = w) -> Tensor:
             return index_scores_cuda(q, w, pool, meta, codec=codec, max_entries=entries)
 
-        num_bytes = 4 * pairs + q.numel() * q.element_size() + pool.numel()
-        yield Case("index_scores", CHUNK_SHAPE + label, num_bytes, run, 1, 2 * pairs * INDEX_HEADS * INDEX_DIM)
+        num_bytes, flops = 4 * pairs + q.numel() * q.element_size() + pool.numel(), 2 * pairs * INDEX_HEADS * INDEX_DIM
+        shape = _chunk_shape(name) + label
+        yield Case("index_scores", shape, num_bytes, run, 1, flops, rival, rival_run, not_run=not_run)
+
+
+RAGGED_LOGITS = "deep_gemm.fp8_mqa_logits"
+
+
+def _ragged_logits(
+    deep_gemm: Any, reason: str, raw: Tensor, weights: Tensor, positions: Tensor, entries: int, not_run: list[str]
+) -> Callable[[int], Tensor] | None:
+    """The in-tree scoring of a chunk over FP8 keys, which are gathered beforehand; see `paged_logits` for None."""
+    try:
+        if deep_gemm is None:
+            raise ImportError(reason)
+        q8 = raw.to(torch.float8_e4m3fn)
+        keys = torch.randn(entries, INDEX_DIM, device=raw.device).to(torch.float8_e4m3fn)
+        scales = torch.rand(entries, device=raw.device) + 0.5
+        ends = ((positions + 1) // CSA_RATIO).int()
+        starts = torch.zeros_like(ends)
+        logits: Callable[..., Tensor] = deep_gemm.fp8_mqa_logits
+    except Exception as error:
+        not_run.append(f"{RAGGED_LOGITS}: {first_line(error)}")
+        return None
+    return lambda _: logits(q8, (keys, scales), weights, starts, ends, clean_logits=False, max_seqlen_k=entries)
 
 
 # sparse_attention

@@ -113,6 +113,11 @@ def wide_cases(device: torch.device) -> Iterator[Case]:
                     yield _wide(512, batch, visible, shape, device, module, reason)
 
 
+def _bunch(scores: torch.Tensor) -> None:
+    scores.copy_(1.0 + torch.randint(0, 40, scores.shape, device=scores.device) * 2.0**-20)
+    scores[:, 7] = 1e9
+
+
 def _wide(topk: int, batch: int, visible: int, shape: str, device: torch.device, module: Any, reason: str) -> Case:
     num_bytes = batch * 4 * (visible + topk)
     sets = max(4, min(16, sets_for(num_bytes), (4 << 30) // (batch * 4 * WIDE_COLUMNS)))
@@ -120,8 +125,7 @@ def _wide(topk: int, batch: int, visible: int, shape: str, device: torch.device,
     scores = [torch.randn(batch, WIDE_COLUMNS, device=device) for _ in range(sets)]
     if shape.endswith("bunched"):
         for each in scores:
-            each.copy_(1.0 + torch.randint(0, 40, each.shape, device=device) * 2.0**-20)
-            each[:, 7] = 1e9
+            _bunch(each)
     lens = torch.full((batch,), visible, dtype=torch.int32, device=device)
     out = torch.empty(batch, topk, dtype=torch.int32, device=device)
     rival, rival_run, not_run = None, None, []
@@ -144,32 +148,44 @@ def _wide(topk: int, batch: int, visible: int, shape: str, device: torch.device,
     return Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
 
 
-CHUNK_SHAPE = "k 512 chunk of 8192 at 32K"
+# A chunk's k, context in K tokens and spread of scores.
+CHUNKS = [(512, 32, ""), (1024, 32, ""), (512, 32, ", bunched"), (512, 16, ""), (512, 64, "")]
 
 
-def _chunk(device: torch.device) -> Case:
-    """The last 8,192 tokens of a prompt of 32,768: rows of 6,144 to 8,192 scores."""
-    tokens, context, sets = 8192, CONTEXTS["32K"], 2
+def chunk_cases(device: torch.device) -> Iterator[Case]:
+    """The last 8,192 tokens of a prompt; of 32,768: rows of 6,144 to 8,192 scores."""
+    in_tree.load()
+    module, reason = importable("sglang.kernels.ops.attention.dsv4.topk")
+    for topk, context, spread in CHUNKS:
+        shape = f"k {topk} chunk of 8192 at {context}K{spread}"
+        if wanted("index_topk", shape):
+            yield _chunk(topk, context << 10, shape, device, module, reason)
+
+
+def _chunk(topk: int, context: int, shape: str, device: torch.device, module: Any, reason: str) -> Case:
+    tokens, sets = 8192, 2
     meta, width = step(1, context, device, tokens), context // CSA_RATIO
     scores = [torch.randn(tokens, width, device=device) for _ in range(sets)]
+    if shape.endswith("bunched"):
+        for each in scores:
+            _bunch(each)
     lens = ((meta.positions + 1) // CSA_RATIO).int()
-    module, reason = importable("sglang.kernels.ops.attention.dsv4.topk")
     rival, rival_run, not_run = None, None, []
     if module is None:
         not_run.append(f"in-tree top-k v2: {reason}")
     else:
         plan, table = module.plan_topk_v2(lens), meta.page_table.expand(tokens, -1).contiguous()
-        out = torch.empty(tokens, 512, dtype=torch.int32, device=device)
+        out = torch.empty(tokens, topk, dtype=torch.int32, device=device)
         rival = "in-tree top-k v2"
 
         def rival_run(i: int) -> object:
             return module.topk_transform_paged_v2(scores[i], lens, table, out, PAGE // CSA_RATIO, plan)
 
     def run(i: int) -> torch.Tensor:
-        return index_topk_cuda(scores[i], meta, topk=512, physical=False)
+        return index_topk_cuda(scores[i], meta, topk=topk, physical=False)
 
-    num_bytes = 4 * (int(lens.sum()) + tokens * 512)
-    return Case("index_topk", CHUNK_SHAPE, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
+    num_bytes = 4 * (int(lens.sum()) + tokens * topk)
+    return Case("index_topk", shape, num_bytes, run, sets, 0, rival, rival_run, not_run=not_run)
 
 
 def _topk_shape(topk: int, batch: int, name: str) -> str:
@@ -305,6 +321,5 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from plan_cases(device)
     if op_wanted("index_topk"):
         yield from wide_cases(device)
-        if wanted("index_topk", CHUNK_SHAPE):
-            yield _chunk(device)
+        yield from chunk_cases(device)
         yield from topk_cases(device)
