@@ -155,10 +155,9 @@ def test_books_hold_after_every_request_while_memory_moves(name, running):
 
 def life_of_a_rank(*, reports: bool) -> dict[str, object]:
     """What a rank does in a while; one of them reports what there is."""
-    workload = build("short-chats", scale=0.3, chats=40)
-    engine = engine_for(workload)
-    if reports:
-        engine.watch = lambda: Usage.of(engine.tree)
+    workload = build("dropped-reasoning", scale=0.3)  # memory is on the move in a fifth of its steps
+    engine = engine_for(workload, running=3)
+    engine.watch = lambda: Usage.of(engine.tree) if reports else None
     split, moves = paths_of(engine.tree).split, []
 
     def noted(kind: str, notes: PageNodes | SlotNodes) -> None:
@@ -168,7 +167,7 @@ def life_of_a_rank(*, reports: bool) -> dict[str, object]:
     noted("pages", split._page_nodes)
     noted("slots", split._slot_nodes)
     before = counters.numbers()
-    rows = Simulation(workload, engine).run()
+    rows = Simulation(workload, engine, users=3).run()
     slots, pages = engine.pool.mamba_allocator, engine.pages
     return {
         "cached": [row.cached for row in rows],
