@@ -244,12 +244,13 @@ def _publish_config(limits: Limits) -> None:
 def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-    from sglang_dsv4.cache.backing import backing_for
+    from sglang_dsv4.cache.backing import memory_behind
     from sglang_dsv4.cache.movable import MovablePages
     from sglang_dsv4.cache.pages import PagePool
     from sglang_dsv4.cache.slots import SlotReqToTokenPool, building
 
-    with building(geometry, store_device="meta", plan=plan):
+    moving = None if plan is None else memory_behind("meta", plan)
+    with building(geometry, store_device="meta", moving=moving):
         pool = SlotReqToTokenPool(
             size=limits.running,
             mamba_size=limits.slots if plan is None else plan.slots,
@@ -262,11 +263,9 @@ def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> 
             enable_mamba_extra_buffer=True,
             enable_overlap_schedule=True,
         )
-    if plan is not None:
-        tokens = plan.pages * limits.page
-        store = PagePool(
-            geometry, tokens, "meta", backing=backing_for("meta", plan.page_stores, pool.mamba_pool.memory)
-        )
+    if moving is not None:
+        tokens = moving.plan.pages * limits.page
+        store = PagePool(geometry, tokens, "meta", backing=moving.pages)
         return pool, MovablePages(tokens, limits.page, torch.uint8, "cpu", store, False)
     tokens = limits.pages * limits.page
     store = PagePool(geometry, tokens, "meta")

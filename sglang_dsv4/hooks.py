@@ -96,7 +96,8 @@ def _build_request_pool(original: Callable[..., Any], self: Any, **kwargs: Any) 
         remedy = "lower --max-mamba-cache-size, --max-running-requests or --mem-fraction-static"
         geometry = self.model_config.hf_config.geometry(self.page_size)
         plan = _split_plan(self, geometry, kwargs["max_num_reqs"])
-        with building(geometry, plan=plan), _memory_for("slots and tails", remedy):
+        moving = None if plan is None else _moving_memory(self, plan)
+        with building(geometry, moving=moving), _memory_for("slots and tails", remedy):
             return original(self, **kwargs)
     finally:
         module.HybridReqToTokenPool = saved
@@ -120,6 +121,27 @@ def _split_plan(configurator: Any, geometry: Any, requests: int) -> Any:
     )
 
 
+def _moving_memory(configurator: Any, plan: Any) -> Any:
+    """The plan's memory; None, and one line in the log, where one of the ranks does not get it.
+
+    The split is static then, of as many slots and pages: they need less, for no granule stays half empty.
+    """
+    from sglang_dsv4.cache.backing import memory_behind
+    from sglang_dsv4.cache.ranks import least
+
+    moving, why = None, "another rank does not get the memory for it"
+    try:
+        moving = memory_behind(configurator.device, plan)
+    except (OSError, RuntimeError) as error:
+        why = str(error)
+    if least(int(moving is not None), configurator.server_args.tp_size):
+        return moving
+    if moving is not None:
+        moving.close()
+    logger.warning("memory does not move between slots and pages: %s", why)
+    return None
+
+
 def _build_page_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     from sglang_dsv4.config import is_ours
 
@@ -133,13 +155,9 @@ def _build_page_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> 
     geometry = self.model_config.hf_config.geometry(self.page_size)
     tokens = sizes.max_total_num_tokens
     with _memory_for(f"pages of {tokens} tokens", "lower --max-total-tokens or --mem-fraction-static"):
-        plan, backing = requests.split_plan, None
-        if plan is not None:
-            from sglang_dsv4.cache.backing import backing_for
-
-            assert plan.pages == tokens // geometry.page_size, "pages were sized anew after slots"
-            backing = backing_for(self.device, plan.page_stores, requests.mamba_pool.memory)
-        pool = PagePool(geometry, tokens, self.device, backing=backing)
+        plan, moving = requests.split_plan, requests.mamba_pool.moving
+        assert plan is None or plan.pages == tokens // geometry.page_size, "pages were sized anew after slots"
+        pool = PagePool(geometry, tokens, self.device, backing=None if moving is None else moving.pages)
     line = describe(
         geometry, pool.store, requests.mamba_pool.store, requests.tails, sizes.max_running_requests
     )
@@ -187,16 +205,19 @@ def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: fl
         from sglang.srt.runtime_context import get_schedule
 
         from sglang_dsv4.cache.backing import cannot_move
+        from sglang_dsv4.cache.ranks import least
         from sglang_dsv4.cache.sizing import choose_slots, granule_for
 
         geometry, available = self.model_config.hf_config.geometry(self.page_size), int(total_rest_memory * (1 << 30))
         sized = get_schedule().max_mamba_cache_size is not None or get_schedule().max_total_tokens is not None
         ranks = self.server_args.tp_size
         granule = granule_for(geometry, str(self.device), available, sized_by_user=sized, ranks=ranks)
-        if granule and (why := cannot_move(self.device)):
+        wanted, why = granule, "another rank cannot move it, or was told not to"
+        if granule and (fault := cannot_move(self.device)):
+            granule, why = 0, fault
+        _sized.granule = least(granule, ranks)
+        if wanted and not _sized.granule:
             logger.warning("memory does not move between slots and pages: %s", why)
-            granule = 0
-        _sized.granule = granule
         choose_slots(geometry, available)
     return original(self, total_rest_memory)
 

@@ -1,9 +1,12 @@
-"""Memory that moves between slots and pages: granules, allocators, stores, decisions."""
+"""Memory that moves between slots and pages: stores, decisions, what lies in the way."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 
@@ -18,13 +21,12 @@ from sglang_dsv4.cache import split as split_module
 from sglang_dsv4.cache import whereabouts
 from sglang_dsv4.cache.backing import Backing, HostBacking, Memory
 from sglang_dsv4.cache.counters import counters
-from sglang_dsv4.cache.granules import GRANULE, Region, overhead, page_group, plan_around, plan_split, slot_group
+from sglang_dsv4.cache.granules import plan_around
 from sglang_dsv4.cache.handle import EntryStore, SlotStore
-from sglang_dsv4.cache.movable import MovablePages, MovableSlots
+from sglang_dsv4.cache.metrics import Usage
 from sglang_dsv4.cache.order import locked
-from sglang_dsv4.cache.sizing import SlotPoolConfigurator, granule_for, plan_for, plan_slots
 from sglang_dsv4.cache.superseded import paths_of
-from sglang_dsv4.cache.whereabouts import PageNodes
+from sglang_dsv4.cache.whereabouts import PageNodes, SlotNodes
 from sglang_dsv4.geometry import Geometry
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -33,152 +35,6 @@ PAGE = 128
 
 def geometry(name: str, **options) -> Geometry:
     return Geometry.from_config(json.loads((CONFIGS / f"{name}.json").read_text()), **options)
-
-
-# Granules
-
-
-def granules_of(region: Region, items: int) -> set[int]:
-    """One by one."""
-    found: set[int] = set()
-    for layer in range(region.layers):
-        start = layer * region.stride
-        found |= set(range(start // region.granule, -(-(start + region.used(items)) // region.granule)))
-    return found
-
-
-@pytest.mark.parametrize(
-    "name, page, granule", [("v4_flash", 128, GRANULE), ("v4_pro", 256, GRANULE), ("tiny", 128, 4096)]
-)
-def test_granules_are_those_that_the_leading_items_of_all_layers_touch(name, page, granule):
-    g = geometry(name, page_size=page)
-    for group in (slot_group(g, 300, granule), page_group(g, 3000, granule)):
-        for region in group.regions:
-            for fewer, more in ((1, 2), (5, 9), (9, 100), (100, 290), (290, region.most)):
-                assert region.granules(fewer) == len(granules_of(region, fewer))
-                parts = [set(part) for part in region.between(fewer, more)]
-                assert sum(map(len, parts)) == len(set().union(*parts)), "a granule is named twice"
-                assert set().union(*parts) == granules_of(region, more) - granules_of(region, fewer)
-
-
-def test_the_bytes_of_the_stores_are_those_of_the_geometry():
-    g = geometry("v4_flash")
-    slots, pages = slot_group(g, 5000, 1), page_group(g, 50_000, 1)
-    assert slots.nbytes(1234) == g.slot_pool_bytes(1234)
-    assert pages.nbytes(12_346) == g.page_pool_bytes(12_346 * PAGE)
-
-
-@pytest.mark.parametrize("gib", [4, 20, 60])
-def test_a_few_slots_become_about_as_many_pages_as_have_their_bytes(gib):
-    """Layers begin at different places of a granule, so memory moves in lots smaller than the 28 slots of a granule."""
-    g = geometry("v4_flash")
-    plan = plan_split(g, gib << 30, slots=20 * gib, least_slots=20, least_pages=100)
-    worth = g.slot_bytes / float(g.page_size * g.token_alloc_bytes)
-    for count in (8, 16, 64):
-        gained = plan.pages_beside(plan.slots - count) - plan.pages
-        assert 0.75 * count * worth < gained < 1.3 * count * worth
-    assert plan.nbytes(plan.slots, plan.pages) <= plan.budget
-    used = g.slot_pool_bytes(plan.slots + 1) + g.page_pool_bytes((plan.pages + 1) * PAGE)
-    assert plan.budget - used < 1.5 * overhead(g, GRANULE)
-
-
-def test_a_plan_around_a_split_begins_with_it_and_has_its_bytes():
-    g = geometry("tiny")
-    plan = plan_around(g, slots=20, pages=90, least_slots=10, least_pages=1000, granule=4096)
-    assert (plan.slots, plan.pages, plan.least_pages) == (20, 90, 90)
-    assert plan.budget == plan.nbytes(20, 90) and plan.pages_beside(20) >= 90
-    with pytest.raises(ValueError, match="bytes do not hold"):
-        plan_split(g, 10 * g.slot_bytes, slots=9, least_slots=5, least_pages=8, granule=GRANULE)
-
-
-# Sizing
-
-
-def test_memory_moves_where_granules_waste_little_and_nobody_set_a_size(monkeypatch):
-    g = geometry("v4_flash")
-    gib = 1 << 30
-    monkeypatch.delenv("SGLANG_DSV4_SPLIT", raising=False)
-    assert granule_for(g, "cuda", 60 * gib, sized_by_user=False) == GRANULE
-    assert granule_for(g, "cuda:1", 2 * gib, sized_by_user=False) == 0
-    assert granule_for(g, "cuda", 60 * gib, sized_by_user=True) == 0
-    assert granule_for(g, "cuda", 60 * gib, sized_by_user=False, ranks=2) == 0
-    assert granule_for(g, "xpu", 60 * gib, sized_by_user=False) == 0
-    monkeypatch.setenv("SGLANG_DSV4_SPLIT", "moves")
-    assert granule_for(g, "cuda", 60 * gib, sized_by_user=True, ranks=2) == GRANULE
-    monkeypatch.setenv("SGLANG_DSV4_SPLIT", "static")
-    assert granule_for(g, "cpu", 60 * gib, sized_by_user=False) == 0
-
-
-@pytest.mark.parametrize("gib", [8, 60])
-def test_a_server_whose_memory_moves_begins_within_its_bytes_and_keeps_what_requests_need(gib):
-    g, memory = geometry("v4_flash"), gib << 30
-    slots = plan_slots(g, memory, 64)
-    left = memory - g.slot_pool_bytes(slots.slots + 1)
-    sizes = SlotPoolConfigurator(g, slots.max_running_requests + 1, GRANULE, slots.slots)
-    pages = sizes.calculate_pool_sizes(left, PAGE).max_total_num_tokens // PAGE
-    kept = 5 * slots.max_running_requests
-    plan = plan_for(g, GRANULE, slots=slots.slots, pages=pages, slots_kept=kept, context=1 << 17)
-    tails = g.tail_bytes(slots.max_running_requests + 1)
-    assert memory - (300 << 20) < plan.nbytes(plan.slots, plan.pages) + tails <= memory
-    assert plan.least_slots == kept and plan.least_pages == min(pages, 1026)
-    assert plan_for(g, 0, slots=9, pages=9, slots_kept=5, context=100) is None
-
-
-# Allocators
-
-
-def slots_of(size: int = 10) -> MovableSlots:
-    return MovableSlots(size, "cpu")
-
-
-def test_slots_are_handed_out_lowest_first():
-    slots = slots_of()
-    taken = slots.alloc(6)
-    slots.free(taken[[3, 1]])
-    assert slots.alloc(3).tolist() == [2, 4, 7]
-
-
-def test_a_drain_withholds_what_is_free_and_what_comes_back_and_size_follows():
-    slots = slots_of()
-    slots.alloc(9)
-    slots.start_drain(3)
-    assert (slots.size, slots.available_size(), slots.drain.done) == (9, 0, False)  # 10 was free
-    slots.free(torch.tensor([2, 9]))
-    assert (slots.size, slots.free_ids(), slots.drain.done) == (8, [2], False)
-    slots.free(torch.tensor([8]))
-    assert slots.drain.done
-    slots.drain.finish()
-    assert (slots.size, slots.drain.end) == (7, 7)
-    slots.grow(2)
-    assert (slots.size, slots.free_ids()) == (9, [2, 8, 9])
-
-
-def test_a_drain_that_is_given_up_or_flushed_returns_everything():
-    slots = slots_of()
-    slots.start_drain(4)
-    slots.cancel_drain()
-    assert (slots.size, slots.free_ids()) == (10, list(range(1, 11)))
-    slots.start_drain(4)
-    slots.clear()
-    assert (slots.size, slots.free_ids(), slots.drain.limit) == (10, list(range(1, 11)), None)
-
-
-@pytest.mark.parametrize("need_sort", [False, True])
-def test_pages_drain_and_grow_as_slots_do(need_sort):
-    pages = MovablePages(10 * PAGE, PAGE, torch.uint8, "cpu", None, need_sort)
-    taken = pages.alloc(9 * PAGE)
-    pages.start_drain(3)
-    assert (pages.size, pages.available_size()) == (9 * PAGE, 0)
-    pages.free_group_begin()
-    pages.free(taken[7 * PAGE :])
-    pages.free(taken[: 2 * PAGE])
-    pages.free_group_end()
-    assert pages.drain.done and sorted(pages.free_ids()) == [1, 2]
-    pages.drain.finish()
-    pages.grow(1)
-    assert (pages.size, pages.num_pages, sorted(pages.free_ids())) == (8 * PAGE, 8, [1, 2, 8])
-    pages.clear()
-    assert pages.free_ids() == list(range(1, 9))
 
 
 # Stores
@@ -258,7 +114,7 @@ def check(engine: Engine, *, noted: bool = True) -> None:
     tree, slots, pages = engine.tree, engine.pool.mamba_allocator, engine.pages
     plan, paths = engine.pool.split_plan, paths_of(engine.tree)
     assert plan.nbytes(slots.drain.end, pages.drain.end) <= plan.budget
-    assert engine.pool.mamba_pool.memory.nbytes == plan.nbytes(slots.drain.end, pages.drain.end)
+    assert engine.pool.mamba_pool.moving.memory.nbytes == plan.nbytes(slots.drain.end, pages.drain.end)
     assert engine.pool.mamba_pool.size == slots.size >= plan.least_slots
     assert pages.size // PAGE >= min(plan.least_pages, plan.pages)
     held = set(tree.all_values_flatten().tolist())
@@ -297,19 +153,44 @@ def test_books_hold_after_every_request_while_memory_moves(name, running):
     check(engine)
 
 
-def test_two_trees_that_see_the_same_move_alike():
-    """As ranks do: nothing that decides looks at a clock, an address or a hash of Python's own."""
-    workload = build("short-chats", scale=0.3, chats=40)
-    ends = []
-    for _ in range(2):
-        engine = engine_for(workload)
-        before = counters.numbers()
-        rows = Simulation(workload, engine).run()
-        seen = {name: count - before[name] for name, count in counters.numbers().items()}
-        slots, places = engine.pool.mamba_allocator.drain.end, engine.tree.all_mamba_values_flatten().tolist()
-        tokens = engine.tree.all_values_flatten().tolist()
-        ends.append(([row.cached for row in rows], seen, slots, sorted(places), sorted(tokens)))
-    assert ends[0] == ends[1] and ends[0][1]["lots_to_slots"] > 0
+def life_of_a_rank(*, reports: bool) -> dict[str, object]:
+    """What a rank does in a while; one of them reports what there is."""
+    workload = build("dropped-reasoning", scale=0.3)  # memory is on the move in a fifth of its steps
+    engine = engine_for(workload, running=3)
+    engine.watch = lambda: Usage.of(engine.tree) if reports else None
+    split, moves = paths_of(engine.tree).split, []
+
+    def noted(kind: str, notes: PageNodes | SlotNodes) -> None:
+        tell = notes.moved
+        notes.moved = lambda old, new: moves.append([kind, old.tolist(), new.tolist()]) or tell(old, new)
+
+    noted("pages", split._page_nodes)
+    noted("slots", split._slot_nodes)
+    before = counters.numbers()
+    rows = Simulation(workload, engine, users=3).run()
+    slots, pages = engine.pool.mamba_allocator, engine.pages
+    return {
+        "cached": [row.cached for row in rows],
+        "counts": {name: count - before[name] for name, count in counters.numbers().items()},
+        "moves": moves,
+        "ends": [slots.drain.end, pages.drain.end],
+        "free": [slots.free_ids(), pages.free_ids()],
+        "tree": [sorted(engine.tree.all_mamba_values_flatten().tolist()), texts_of(engine)],
+    }
+
+
+def test_two_ranks_move_alike():
+    """Nothing that decides looks at a clock, an address, a hash of Python's own or what was asked in between."""
+    folder = Path(__file__).parent
+    code = "import json, test_split; print(json.dumps(test_split.life_of_a_rank(reports=False)))"
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, "-c", code]
+    other = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    own = json.loads(json.dumps(life_of_a_rank(reports=True)))
+    said, _ = other.communicate(timeout=300)
+    assert other.returncode == 0 and json.loads(said.splitlines()[-1]) == own
+    assert own["counts"]["lots_to_slots"] > 0 and {kind for kind, *_ in own["moves"]} == {"pages", "slots"}
 
 
 def test_slots_that_a_request_needs_end_a_drain_of_slots():
@@ -600,6 +481,37 @@ def test_a_move_is_given_up_when_nobody_knows_what_lies_in_its_way():
     check(engine, noted=False)
 
 
+def test_a_move_goes_on_once_what_was_held_has_come_back_and_looks_once_a_request(monkeypatch):
+    engine = small_engine(running=2)
+    paths, pages = paths_of(engine.tree), engine.pages
+    split, waits = paths.split, []
+    end = pages.drain.end
+    taken = pages.alloc(pages.available_size())
+    pages.start_drain(split.pages.drain.end - split._pages_beside(split.slots.drain.end + split.lot))
+    split.target = split.slots.drain.end + split.lot
+    now = split._began = paths.order.model.now = 5
+    split._again = now + 3  # when it looks at what is cached
+    sweep = pages.drain.sweep
+    monkeypatch.setattr(pages.drain, "sweep", lambda free: waits.append(paths.order.model.now) or sweep(free))
+    count = pages.drain.left
+
+    def back(first: int, last: int) -> None:
+        pages.free_segment(taken[(first - 1) * PAGE : last * PAGE], start_pos=0)
+        split.consider(engine.tree, paths, 0, 0)
+
+    back(end - count + 2, end)
+    assert not waits  # one of those that are going is certainly held
+    for page in range(1, 4):  # others, as many as that one
+        back(page, page)
+    assert waits == [now]
+    paths.order.model.now += 1
+    back(4, 4)
+    assert waits == [now, now + 1] and split.target is not None
+    paths.order.model.now += 1
+    back(end - count + 1, end - count + 1)
+    assert waits == [now, now + 1, now + 2] and split.target is None and pages.drain.end == end - count
+
+
 def test_a_slot_whose_snapshot_went_holds_none():
     engine = small_engine()
     split, slots = paths_of(engine.tree).split, engine.pool.mamba_allocator
@@ -637,6 +549,18 @@ def test_entries_of_leaves_that_went_are_brought_up_to_date(monkeypatch):
         assert settled.read(range(50)) == plain.read(range(50))
         assert len(settled._heirs) < 4
         assert {node for _, node, _ in settled.read(range(1, 50))} <= {0, *leaves}
+
+
+def test_noting_what_lies_where_asks_the_device_for_nothing(monkeypatch):
+    monkeypatch.setattr(whereabouts, "MOST_GONE", 2)
+    pages, slots = PageNodes(50, "meta"), SlotNodes(20, "meta")
+    pages.entered(torch.empty(3, dtype=torch.int32, device="meta"), 2, 7)
+    slots.entered(torch.empty(1, dtype=torch.int64, device="meta"), 7)
+    for leaf in (8, 9):
+        pages.went(leaf, 7, 5)
+    assert not pages._heirs
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        pages.read([1])
 
 
 def test_a_flush_forgets_whose_places_were_whose():

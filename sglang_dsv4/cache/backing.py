@@ -11,8 +11,10 @@ goes back to the kernel), and meta tensors for bookkeeping without bytes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from sglang_dsv4.cache.debug import poison_enabled
 
 if TYPE_CHECKING:
-    from sglang_dsv4.cache.granules import Group, Region
+    from sglang_dsv4.cache.granules import Group, Region, SplitPlan
 
 
 class Memory:
@@ -44,13 +46,22 @@ class Memory:
     def give(self, count: int) -> None:
         self.used -= count
 
+    def close(self) -> None:
+        """Give back what no store has. Not to be used any more."""
+
 
 class Backing:
     """Bookkeeping only; the tensors are on the meta device."""
 
     def __init__(self, group: Group, memory: Memory) -> None:
         self.group, self.memory, self.items = group, memory, 0
-        self._regions = {region.name: self._reserve(region) for region in group.regions}
+        self._regions: dict[str, Any] = {}
+        try:
+            for region in group.regions:
+                self._regions[region.name] = self._reserve(region)
+        except BaseException:
+            self.close()
+            raise
 
     def tensor(self, name: str) -> Tensor:
         """uint8 [layers, units, unit bytes]: all addresses, whether or not there is memory behind them."""
@@ -77,6 +88,9 @@ class Backing:
                     self._release(region, part)
                 self.memory.give(sum(map(len, parts)))
         self.items = items
+
+    def close(self) -> None:
+        """Give everything back, also what a call that failed left half done. No tensor may be used any more."""
 
     @staticmethod
     def _all(region: Region, items: int) -> list[range]:
@@ -185,7 +199,10 @@ class Driver:
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def _call(self, name: str, *arguments: object) -> None:
-        if status := getattr(self._library, name)(*arguments):
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise RuntimeError(f"the driver has no {name}")
+        if status := function(*arguments):
             what = "out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
             raise RuntimeError(f"{name} failed: {what}")
 
@@ -195,6 +212,7 @@ class CudaMemory(Memory):
 
     def __init__(self, budget: int, granule: int, device: int) -> None:
         super().__init__(budget, granule)
+        torch.cuda.empty_cache()  # what torch keeps for itself is not there for the driver
         self.device, self.driver = device, Driver(device)
         if granule % self.driver.granularity():
             raise RuntimeError(f"granules of {granule} bytes are no multiple of {self.driver.granularity()}")
@@ -214,7 +232,8 @@ class CudaMemory(Memory):
 
     def close(self) -> None:
         while self._idle:
-            self.driver.release(self._idle.pop())
+            with contextlib.suppress(RuntimeError):
+                self.driver.release(self._idle.pop())
 
 
 class CudaBacking(Backing):
@@ -231,8 +250,13 @@ class CudaBacking(Backing):
     def _commit(self, region: Region, part: range) -> None:
         base, driver = self._bases[region.name], self.memory.driver
         for granule in part:
-            handle = self._handles[region.name, granule] = self.memory.handle()
-            driver.map(base + granule * region.granule, region.granule, handle)
+            handle = self.memory.handle()
+            try:
+                driver.map(base + granule * region.granule, region.granule, handle)
+            except RuntimeError:
+                self.memory.idle(handle)
+                raise
+            self._handles[region.name, granule] = handle
         if len(part):
             driver.allow(base + part.start * region.granule, len(part) * region.granule)
 
@@ -242,11 +266,14 @@ class CudaBacking(Backing):
             self.memory.idle(self._handles.pop((region.name, granule)))
 
     def close(self) -> None:
-        """Give everything back. The tensors may not be used any more."""
-        for region in self.group.regions:
-            for granule in [g for name, g in self._handles if name == region.name]:
-                self._release(region, range(granule, granule + 1))
-            self.memory.driver.free_addresses(self._bases[region.name], region.nbytes)
+        sizes, bases = {region.name: region for region in self.group.regions}, getattr(self, "_bases", {})
+        for name, granule in list(getattr(self, "_handles", {})):
+            with contextlib.suppress(RuntimeError):  # a device that is lost refuses everything: go on with the rest
+                self._release(sizes[name], range(granule, granule + 1))
+        while bases:
+            name, base = bases.popitem()
+            with contextlib.suppress(RuntimeError):
+                self.memory.driver.free_addresses(base, sizes[name].nbytes)
 
 
 def tensor_at(address: int, nbytes: int, device: int) -> Tensor:
@@ -281,3 +308,34 @@ def memory_for(device: str | torch.device, budget: int, granule: int) -> Memory:
     if where.type == "cuda":
         return CudaMemory(budget, granule, _ordinal(where))
     return Memory(budget, granule)
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Stores of slots and of pages over one memory."""
+
+    plan: SplitPlan
+    memory: Memory
+    slots: Backing
+    pages: Backing
+
+    def close(self) -> None:
+        for part in (self.slots, self.pages, self.memory):
+            part.close()
+
+
+def memory_behind(device: str | torch.device, plan: SplitPlan) -> Moving:
+    """All that the plan's stores ever need, as the split begins. Raises OSError or RuntimeError, and then keeps
+    nothing."""
+    memory = memory_for(device, plan.budget, plan.granule)
+    made: list[Backing] = []
+    try:
+        for group, items in ((plan.slot_stores, plan.slots + 1), (plan.page_stores, plan.pages + 1)):
+            made.append(backing_for(device, group, memory))
+            made[-1].resize(items)
+    except BaseException:
+        for store in made:
+            store.close()
+        memory.close()
+        raise
+    return Moving(plan, memory, *made)

@@ -14,9 +14,8 @@ from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from torch import Tensor
 
-from sglang_dsv4.cache.backing import Memory, backing_for, memory_for
+from sglang_dsv4.cache.backing import Moving
 from sglang_dsv4.cache.debug import poison_enabled
-from sglang_dsv4.cache.granules import SplitPlan
 from sglang_dsv4.cache.handle import SlotStore, TailStore
 from sglang_dsv4.cache.interior import InteriorSnapshots
 from sglang_dsv4.cache.movable import MovableSlots
@@ -28,44 +27,41 @@ if TYPE_CHECKING:
 
 _geometry: ContextVar[Geometry] = ContextVar("geometry of the pools under construction")
 _store_device: ContextVar[str | None] = ContextVar("device of their stores", default=None)
-_plan: ContextVar[SplitPlan | None] = ContextVar("how memory moves between them", default=None)
+_moving: ContextVar[Moving | None] = ContextVar("the memory that moves between them", default=None)
 
 
 @contextmanager
 def building(
-    geometry: Geometry, *, store_device: str | None = None, plan: SplitPlan | None = None
+    geometry: Geometry, *, store_device: str | None = None, moving: Moving | None = None
 ) -> Iterator[None]:
     """SGLang constructs the request pool with its own arguments; this hands our constructors the geometry.
 
     store_device  where the bytes go if not to the pool's device: "meta" for bookkeeping without bytes
-    plan          if memory moves between slots and pages
+    moving        if memory moves between slots and pages
     """
-    tokens = _geometry.set(geometry), _store_device.set(store_device), _plan.set(plan)
+    tokens = _geometry.set(geometry), _store_device.set(store_device), _moving.set(moving)
     try:
         yield
     finally:
         _geometry.reset(tokens[0])
         _store_device.reset(tokens[1])
-        _plan.reset(tokens[2])
+        _moving.reset(tokens[2])
 
 
 class SlotPool(MambaPool):
     """Slots 1 .. size and the dummy slot 0. `MambaPool.__init__` is skipped: its shapes are not ours."""
 
     def __init__(self, *, size: int, mamba_layer_ids: list[int], device: str, **_: Any) -> None:
-        geometry, plan = _geometry.get(), _plan.get()
+        geometry, moving = _geometry.get(), _moving.get()
         self._size = size
         self.allocator: MovableSlots | None = None
-        self.memory: Memory | None = None  # of slots and pages, where it moves between them
+        self.moving = moving
         self.device = device
         self.geometry = geometry
         self.mamba_layer_ids = list(mamba_layer_ids)
         self.num_mamba_layers = len(mamba_layer_ids)
-        where, backing = _store_device.get() or device, None
-        if plan is not None:
-            self.memory = memory_for(where, plan.budget, plan.granule)
-            backing = backing_for(where, plan.slot_stores, self.memory)
-        self.store = SlotStore(geometry, size + 1, where, backing)
+        where = _store_device.get() or device
+        self.store = SlotStore(geometry, size + 1, where, None if moving is None else moving.slots)
         # What SGLang looks up on a state pool; none of these features apply.
         self.debug_memory_pool = False
         self.enable_linear_replayssm = False
@@ -110,7 +106,8 @@ class SlotReqToTokenPool(HybridReqToTokenPool):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.split_plan = _plan.get()
+        moving = _moving.get()
+        self.split_plan = None if moving is None else moving.plan
         if self.split_plan is not None:
             old = self.mamba_allocator
             self.mamba_allocator = self.mamba_pool.allocator = MovableSlots(old.size, old.device)

@@ -4,11 +4,12 @@ Pages and slots have one number of bytes (`granules.SplitPlan`). Where pages are
 superseded snapshots beyond a tenth of the bytes, slots become pages; where slots are short and pages lie free, pages
 become slots. Leaves take their pages and their snapshot along when they go, so what is worth least a byte gives back
 both, and whichever of the two is left over finds its way to the other side. Nothing is evicted for a move, and nobody
-waits for one: what cannot go yet, because a request holds it, is withheld when it comes back.
+waits for one: what cannot go yet, because a request holds it, goes when it comes back.
 
 Moves happen in the scheduler's thread where room is made for an allocation, with the device idle: no step is in
-flight then, and the next one is not launched. They depend on the tree, the allocators and the number of requests
-alone, so that all ranks move alike.
+flight then, and the next one is not launched. Between them nothing waits for the device: what requests give back is
+looked at once it could be all that is missing, once a request at most. Moves depend on the tree, the allocators and
+the number of requests alone, so that all ranks move alike.
 
 Cached text above the new end is copied below it: a snapshot by `copy_state`, a page row by row. What it belongs to is
 noted in `whereabouts.py` and compared with the tree, which keeps places in tensors that are written in place. One look
@@ -60,6 +61,7 @@ class MovingSplit:
         self.lot = max(1, min(LOT, plan.slots // LOT_PART))
         self.target: int | None = None  # slots after the move that has begun
         self._began = self._again = 0  # when the move began, and when to look again at what stands in its way
+        self._settled = 0  # when pages that came back were last looked at without a look at what stands in the way
         self._from = 0  # place at which the next look begins
         self._page_nodes = PageNodes(plan.page_stores.most, self.pages.device)
         self._slot_nodes = SlotNodes(plan.slot_stores.most, self.slots.device)
@@ -152,6 +154,11 @@ class MovingSplit:
 
     def _go_on(self, tree: Any, paths: Any, now: int) -> None:
         shrinking: Any = self.slots if self.slots.drain.limit is not None else self.pages
+        if shrinking is self.slots:
+            self.slots.settle()
+        elif self.pages.may_be_done and now > self._settled:
+            self._settled = now
+            self.pages.settle()
         if not shrinking.drain.done and now >= self._again:
             self._wait()
             move = self._move_snapshots if shrinking is self.slots else self._move_pages
@@ -210,6 +217,7 @@ class MovingSplit:
 
     def _move_snapshots(self, tree: Any) -> bool:
         """Some of those above the limit to free slots below it; whether there are more to look at."""
+        self.slots.settle()
         if slots := self._look(self.slots, SNAPSHOTS_A_LOOK):
             self._move(tree, self._snapshots_in(tree, slots), self.slots.free_ids())
         return self._from > 0
@@ -254,11 +262,12 @@ class MovingSplit:
             _tell_audit(tree, "slots", slot, to)
         self._slot_nodes.moved(old, new)
         counters.snapshots_moved += len(moves)
-        self.slots.free(old)
+        self.slots.give_back([slot for _, (slot, *_) in moves])
         return len(moves)
 
     def _move_pages(self, tree: Any) -> bool:
         """Some of the cached ones above the limit to free pages below it; whether there are more to look at."""
+        self.pages.settle()
         pages, size = self._look(self.pages, PAGES_A_LOOK), self.pages.page_size
         free = self.pages.free_ids(len(pages))
         if not pages or not free:

@@ -63,13 +63,15 @@ class PageNodes:
         return node, end
 
     def _settle(self) -> None:
-        """Write the nodes that stand into the entries of those that went."""
+        """Write the nodes that stand into the entries of those that went. Does not wait for the device."""
+        from sglang.srt.utils.common import async_h2d
+
         heirs: dict[int, tuple[int, int]] = {}
         for node, parent in reversed(self._heirs.items()):  # a parent goes after its children
             heirs[node] = heirs.get(parent[0], parent)
         gone, nodes = sorted(heirs), self._noted[1]
-        old = torch.tensor(gone, dtype=torch.int64, device=nodes.device)
-        new = torch.tensor([heirs[node] for node in gone], dtype=torch.int64, device=nodes.device).T
+        old = async_h2d(gone, dtype=torch.int64, device=nodes.device)
+        new = async_h2d([heirs[node] for node in gone], dtype=torch.int64, device=nodes.device).T
         place = torch.searchsorted(old, nodes).clamp_(max=len(gone) - 1)
         self._noted[1:] = torch.where(old[place] == nodes, new[:, place], self._noted[1:])
         self._heirs.clear()
