@@ -207,6 +207,7 @@ def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: fl
         from sglang_dsv4.cache.backing import cannot_move
         from sglang_dsv4.cache.ranks import least
         from sglang_dsv4.cache.sizing import choose_slots, granule_for
+        from sglang_dsv4.refusals import Refused
 
         geometry, available = self.model_config.hf_config.geometry(self.page_size), int(total_rest_memory * (1 << 30))
         sized = get_schedule().max_mamba_cache_size is not None or get_schedule().max_total_tokens is not None
@@ -219,6 +220,12 @@ def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: fl
         if wanted and not _sized.granule:
             logger.warning("memory does not move between slots and pages: %s", why)
         choose_slots(geometry, available)
+        left: float = original(self, total_rest_memory)
+        if left <= 0:  # SGLang would say the same by a traceback
+            slots = get_schedule().max_mamba_cache_size
+            what, why = "no memory is left for pages", f"{max(0, available)} bytes are left for {slots} slots and pages"
+            raise Refused(what, why, "raise --mem-fraction-static or lower --max-mamba-cache-size")
+        return left
     return original(self, total_rest_memory)
 
 

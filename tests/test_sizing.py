@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from sglang_dsv4.cache.granules import GRANULE
 from sglang_dsv4.cache.handle import CacheHandle, EntryStore, SlotStore, TailStore
 from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST, SlotPoolConfigurator, describe, fit_tokens, plan_slots
 from sglang_dsv4.geometry import Geometry
+from sglang_dsv4.refusals import Refused
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GB = 10**9
@@ -55,8 +58,38 @@ def test_running_requests_never_take_more_than_half_of_a_small_memory():
 
 def test_too_little_for_one_request_is_refused_with_the_number_needed():
     g = geometry("v4_flash")
-    with pytest.raises(ValueError, match=r"cannot hold one request's state: one needs \d+ bytes"):
+    with pytest.raises(Refused, match=r"cannot hold one request's state: one needs \d+ bytes; raise"):
         plan_slots(g, 10**7, 256)
+    with pytest.raises(Refused, match="^0 bytes of KV memory"):  # weights took more than their part
+        plan_slots(g, -(10**7), 256)
+
+
+@pytest.mark.parametrize("left", [-(10**9), 0, 10**6, 10**8])
+def test_memory_of_which_no_granule_is_left_for_a_page_is_refused(left):
+    g = geometry("v4_flash")
+    with pytest.raises(Refused, match=r"^\d+ bytes .*beside 9 slots hold no page: .*granules.*SGLANG_DSV4_SPLIT=static"):
+        SlotPoolConfigurator(g, 2, GRANULE, 9).calculate_pool_sizes(left, g.page_size)
+
+
+@pytest.mark.parametrize("memory, left", [(-1.5, -2.0), (0.5, -0.25), (0.5, 0.0)])
+def test_slots_that_leave_nothing_for_pages_are_refused(monkeypatch, memory, left):
+    from sglang.srt import runtime_context
+
+    from sglang_dsv4 import config, hooks
+
+    hf_config = SimpleNamespace(geometry=lambda page: geometry("tiny", page_size=page))
+    configurator = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config),
+        page_size=128,
+        device="cpu",
+        server_args=SimpleNamespace(tp_size=1),
+    )
+    schedule = SimpleNamespace(max_mamba_cache_size=2000, max_total_tokens=None)
+    monkeypatch.setattr(config, "is_ours", lambda model: True)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(hooks, "_sized", hooks._Sized())
+    with pytest.raises(Refused, match=r"^no memory is left for pages: \d+ bytes are left for 2000 slots and pages; raise"):
+        hooks._state_memory(lambda self, memory: left, configurator, memory)
 
 
 def test_capacity_is_the_most_whole_pages_that_fit():

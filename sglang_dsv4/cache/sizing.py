@@ -11,6 +11,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 
 from sglang_dsv4.cache.granules import GRANULE, SplitPlan, overhead, plan_around, plan_split
 from sglang_dsv4.geometry import Geometry
+from sglang_dsv4.refusals import Refused
 from sglang_dsv4.switches import SPLIT
 
 # State slots that SGLang needs per running request with overlap scheduling: live, two tracking, two in flight.
@@ -40,17 +41,18 @@ class SlotPlan:
 def plan_slots(geometry: Geometry, available_bytes: int, max_running_requests: int) -> SlotPlan:
     """Split memory between running requests, snapshots and pages; the pages take what is left.
 
-    Fewer requests run where their state alone would take more than half of the memory. Raises ValueError where not
-    even one request fits.
+    Fewer requests run where their state alone would take more than half of the memory. Raises Refused where not even
+    one request fits.
     """
     per_request = SLOTS_PER_REQUEST * geometry.slot_bytes + geometry.tail_bytes(1)
     dummies = geometry.slot_bytes + geometry.tail_bytes(1)
     fitting = int((available_bytes * FIXED_SHARE_LIMIT - dummies) // per_request)
     requests = min(max_running_requests, fitting)
     if requests < 1:
-        raise ValueError(
-            f"{available_bytes} bytes of KV memory cannot hold one request's state: one needs "
-            f"{int((per_request + dummies) / FIXED_SHARE_LIMIT) + 1} bytes; raise --mem-fraction-static"
+        raise Refused(
+            f"{max(0, available_bytes)} bytes of KV memory cannot hold one request's state",
+            f"one needs {int((per_request + dummies) / FIXED_SHARE_LIMIT) + 1} bytes",
+            "raise --mem-fraction-static",
         )
     spare = available_bytes - dummies - requests * per_request
     return SlotPlan(requests, SLOTS_PER_REQUEST * requests + split_bytes(geometry, spare)[1])
@@ -89,9 +91,14 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
         if not self.granule:
             return self._config(fit_tokens(self.geometry, left))
         budget = left + self.geometry.slot_pool_bytes(self.slots + 1)
-        plan = plan_split(
-            self.geometry, budget, slots=self.slots, least_slots=1, least_pages=1, granule=self.granule
-        )
+        try:
+            plan = plan_split(
+                self.geometry, budget, slots=self.slots, least_slots=1, least_pages=1, granule=self.granule
+            )
+        except ValueError:
+            what = f"{max(0, left)} bytes of KV memory beside {self.slots} slots hold no page"
+            why = f"where memory moves, up to {overhead(self.geometry, self.granule)} bytes lie in granules not full"
+            raise Refused(what, why, f"raise --mem-fraction-static or set {SPLIT}=static") from None
         return self._config(plan.pages * page_size)
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
