@@ -123,3 +123,25 @@ def test_what_a_move_gives_back_is_withheld_at_once_and_what_stays_is_free():
         allocator.start_drain(3)
         allocator.give_back([9, 3, 8, 10])
         assert allocator.drain.done and allocator.free_ids() == [3]
+
+
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("page", [9, 2, 8])
+def test_a_page_that_comes_back_twice_is_noticed_where_sglang_looks_for_that(monkeypatch, page, group):
+    """Twice while it is withheld, while it is free, and once more after its memory went."""
+    monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
+    pages = MovablePages(9 * PAGE, PAGE, torch.uint8, "cpu", None, False)
+    taken = pages.alloc(9 * PAGE)
+    pages.start_drain(2)
+    tokens = taken[(page - 1) * PAGE : page * PAGE]
+    pages.free_segment(tokens, start_pos=0)
+    pages.settle()
+    if page == 8:
+        pages.free(taken[8 * PAGE :])
+        pages.settle()
+        pages.drain.finish()
+    if group:
+        pages.free_group_begin()
+        pages.free(tokens)
+    with pytest.raises(AssertionError):
+        pages.free_group_end() if group else pages.free_segment(tokens, start_pos=0)

@@ -242,6 +242,11 @@ class MovablePages(PagedTokenToKVPoolAllocator):
         self.num_staged_pages += count
         self.drain.returned += count
 
+    def _debug_check_no_duplicate_pages(self) -> None:
+        """SGLang's own check, under SGLANG_DEBUG_MEMORY_POOL: what is withheld is free, too, and beyond the end is none."""
+        free = [*self.get_all_free_pages().tolist(), *self.drain.withheld]
+        assert len(set(free)) == len(free) and max(free, default=0) <= self.drain.end
+
     def _gather(self) -> None:
         self.free_pages = self.get_all_free_pages()
         self.staged_pages, self.num_staged_pages = [], 0
