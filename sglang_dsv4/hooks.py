@@ -193,9 +193,10 @@ def _pool_configurator(original: Callable[..., Any], kvc: Any) -> Any:
 
     from sglang_dsv4.cache.sizing import SlotPoolConfigurator
 
-    rows = (get_schedule().max_running_requests or 0) + 1
-    granule, slots = _sized.granule, get_schedule().max_mamba_cache_size or 0
-    return SlotPoolConfigurator(kvc.model_config.hf_config.geometry(kvc.page_size), rows, granule, slots)
+    slots = get_schedule().max_mamba_cache_size or 0
+    # Little memory has slots for fewer requests than may run: the others get no rows.
+    rows = min(get_schedule().max_running_requests or 0, slots // kvc._calculate_mamba_ratio()) + 1
+    return SlotPoolConfigurator(kvc.model_config.hf_config.geometry(kvc.page_size), rows, _sized.granule, slots)
 
 
 def _state_memory(original: Callable[..., Any], self: Any, total_rest_memory: float) -> float:

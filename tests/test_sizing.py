@@ -64,6 +64,27 @@ def test_too_little_for_one_request_is_refused_with_the_number_needed():
         plan_slots(g, -(10**7), 256)
 
 
+def test_memory_without_a_page_is_refused_where_it_does_not_move():
+    g = geometry("v4_flash")
+    with pytest.raises(Refused, match=r"room for 0 tokens: one request needs 384 tokens \(3 pages\) beside 9 slots and 1"):
+        SlotPoolConfigurator(g, 2, 0, 9).calculate_pool_sizes(g.tail_bytes(2) + 10**5, g.page_size)
+
+
+@pytest.mark.parametrize("slots, running, rows", [(488, 256, 98), (488, 20, 21), (5, 256, 2)])
+def test_tails_are_set_aside_for_the_requests_that_slots_allow(monkeypatch, slots, running, rows):
+    from sglang.srt import runtime_context
+
+    from sglang_dsv4 import config, hooks
+
+    hf_config = SimpleNamespace(geometry=lambda page: geometry("v4_flash", page_size=page))
+    model = SimpleNamespace(hf_config=hf_config)
+    configurator = SimpleNamespace(model_config=model, page_size=128, _calculate_mamba_ratio=lambda: SLOTS_PER_REQUEST)
+    schedule = SimpleNamespace(max_mamba_cache_size=slots, max_running_requests=running)
+    monkeypatch.setattr(config, "is_ours", lambda model: True)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    assert hooks._pool_configurator(None, configurator).request_rows == rows
+
+
 @pytest.mark.parametrize("left", [-(10**9), 0, 10**6, 10**8])
 def test_memory_of_which_no_granule_is_left_for_a_page_is_refused(left):
     g = geometry("v4_flash")

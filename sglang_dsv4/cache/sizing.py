@@ -11,7 +11,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 
 from sglang_dsv4.cache.granules import GRANULE, SplitPlan, overhead, plan_around, plan_split
 from sglang_dsv4.geometry import Geometry
-from sglang_dsv4.refusals import Refused
+from sglang_dsv4.refusals import Refused, check_pool_tokens
 from sglang_dsv4.switches import SPLIT
 
 # State slots that SGLang needs per running request with overlap scheduling: live, two tracking, two in flight.
@@ -89,7 +89,10 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         left = available_bytes - self.geometry.tail_bytes(self.request_rows)
         if not self.granule:
-            return self._config(fit_tokens(self.geometry, left))
+            tokens = fit_tokens(self.geometry, left)
+            if not tokens:  # of which SGLang makes no config
+                check_pool_tokens(0, page_size, f" beside {self.slots} slots and {self.request_rows - 1} requests' tails")
+            return self._config(tokens)
         budget = left + self.geometry.slot_pool_bytes(self.slots + 1)
         try:
             plan = plan_split(
