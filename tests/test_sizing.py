@@ -60,13 +60,13 @@ def test_too_little_for_one_request_is_refused_with_the_number_needed():
     g = geometry("v4_flash")
     with pytest.raises(Refused, match=r"cannot hold one request's state: one needs \d+ bytes; raise"):
         plan_slots(g, 10**7, 256)
-    with pytest.raises(Refused, match="^0 bytes of KV memory"):  # weights took more than their part
+    with pytest.raises(Refused, match=r"^0 bytes of KV memory"):  # weights took more than their part
         plan_slots(g, -(10**7), 256)
 
 
 def test_memory_without_a_page_is_refused_where_it_does_not_move():
     g = geometry("v4_flash")
-    with pytest.raises(Refused, match=r"room for 0 tokens: one request needs 384 tokens \(3 pages\) beside 9 slots and 1"):
+    with pytest.raises(Refused, match=r"room for 0 tokens: .* needs 384 tokens \(3 pages\) beside 9 slots and 1"):
         SlotPoolConfigurator(g, 2, 0, 9).calculate_pool_sizes(g.tail_bytes(2) + 10**5, g.page_size)
 
 
@@ -88,7 +88,7 @@ def test_tails_are_set_aside_for_the_requests_that_slots_allow(monkeypatch, slot
 @pytest.mark.parametrize("left", [-(10**9), 0, 10**6, 10**8])
 def test_memory_of_which_no_granule_is_left_for_a_page_is_refused(left):
     g = geometry("v4_flash")
-    with pytest.raises(Refused, match=r"^\d+ bytes .*beside 9 slots hold no page: .*granules.*SGLANG_DSV4_SPLIT=static"):
+    with pytest.raises(Refused, match=r"^\d+ bytes .*9 slots hold no page: .*granules.*SGLANG_DSV4_SPLIT=static"):
         SlotPoolConfigurator(g, 2, GRANULE, 9).calculate_pool_sizes(left, g.page_size)
 
 
@@ -109,7 +109,7 @@ def test_slots_that_leave_nothing_for_pages_are_refused(monkeypatch, memory, lef
     monkeypatch.setattr(config, "is_ours", lambda model: True)
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
     monkeypatch.setattr(hooks, "_sized", hooks._Sized())
-    with pytest.raises(Refused, match=r"^no memory is left for pages: \d+ bytes are left for 2000 slots and pages; raise"):
+    with pytest.raises(Refused, match=r"^no memory is left for pages: \d+ bytes .* for 2000 slots and pages; raise"):
         hooks._state_memory(lambda self, memory: left, configurator, memory)
 
 

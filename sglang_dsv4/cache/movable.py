@@ -243,7 +243,7 @@ class MovablePages(PagedTokenToKVPoolAllocator):
         self.drain.returned += count
 
     def _debug_check_no_duplicate_pages(self) -> None:
-        """SGLang's own check, under SGLANG_DEBUG_MEMORY_POOL: what is withheld is free, too, and beyond the end is none."""
+        """SGLang's, under SGLANG_DEBUG_MEMORY_POOL. What is withheld is free, too, and above the end there is none."""
         free = [*self.get_all_free_pages().tolist(), *self.drain.withheld]
         assert len(set(free)) == len(free) and max(free, default=0) <= self.drain.end
 

@@ -91,7 +91,8 @@ class SlotPoolConfigurator(MemoryPoolConfigurator):
         if not self.granule:
             tokens = fit_tokens(self.geometry, left)
             if not tokens:  # of which SGLang makes no config
-                check_pool_tokens(0, page_size, f" beside {self.slots} slots and {self.request_rows - 1} requests' tails")
+                beside = f" beside {self.slots} slots and {self.request_rows - 1} requests' tails"
+                check_pool_tokens(0, page_size, beside)
             return self._config(tokens)
         budget = left + self.geometry.slot_pool_bytes(self.slots + 1)
         try:
