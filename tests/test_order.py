@@ -494,7 +494,7 @@ def test_snapshots_that_a_lone_text_left_behind_go_before_leaves_however_few_the
     engine = engine_with((10_000, 11_300), (10_000, 11_700), (20_000, 21_300))
     paths = paths_of(engine.tree)
     paths.split = SimpleNamespace(
-        yield_to=lambda *_: None,
+        yield_to=lambda *_: (0, 0),
         consider=lambda *_: None,
         may_trim=lambda _: False,
         went=lambda *_: None,

@@ -108,14 +108,20 @@ class MovingSplit:
         if self.target is not None:
             self._go_on(tree, paths, now)
 
-    def yield_to(self, tokens: int, snapshots: int) -> None:
-        """Whoever needs now what a move withholds gets it: the move is given up."""
+    def yield_to(self, tokens: int, snapshots: int) -> tuple[int, int]:
+        """Whoever needs now what a move withholds gets it: the move is given up. Tokens and slots that came back."""
+        pages = slots = 0
         if tokens > 0 and self.pages.drain.limit is not None:
+            pages -= self.pages.available_size()
             self.pages.cancel_drain()
+            pages += self.pages.available_size()
             self.target = None
         if snapshots > 0 and self.slots.drain.limit is not None:
+            slots -= self.slots.available_size()
             self.slots.cancel_drain()
+            slots += self.slots.available_size()
             self.target = None
+        return pages, slots
 
     def may_trim(self, tree: Any) -> bool:
         """Whether superseded snapshots go before leaves: below the floor, branches are worth more."""

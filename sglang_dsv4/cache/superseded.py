@@ -190,7 +190,10 @@ def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwar
     """Room for an allocation: superseded snapshots go first, then the leaves worth least, then what SGLang chooses."""
     pages = snapshots = superseded = 0
     if (split := paths_of(tree).split) is not None:
-        split.yield_to(params.num_tokens, params.mamba_num)
+        tokens, slots = split.yield_to(params.num_tokens, params.mamba_num)
+        params = dataclasses.replace(
+            params, num_tokens=max(0, params.num_tokens - tokens), mamba_num=max(0, params.mamba_num - slots)
+        )
     if not kwargs and not tree.disable:
         superseded, pages, snapshots, params = _make_room(tree, params)
     result = original(tree, params, **kwargs)
