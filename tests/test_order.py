@@ -487,6 +487,26 @@ def test_hashes_of_a_text_are_the_same_in_every_process():
     assert list(found) == [8233993916420097736, 4238193453590367796]
 
 
+@pytest.mark.parametrize(("back", "missing"), [((3, 0), (2, 0)), ((0, 5), (0, 1)), ((2, 1), (2, 1))])
+def test_nothing_is_evicted_for_what_a_move_gives_back(back, missing):
+    """Pages and slots that a move withheld come back because some are missing."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    engine = engine_with((10_000, 11_300), (10_000, 11_700), (20_000, 21_300))
+    told, page = [], engine.tree.page_size
+    paths_of(engine.tree).split = SimpleNamespace(
+        yield_to=lambda *_: (back[0] * page, back[1]),
+        consider=lambda _tree, _paths, *wanted: told.append(wanted),
+        may_trim=lambda _: True,
+        went=lambda *_: None,
+        slots=engine.pool.mamba_allocator,
+    )
+    pages, snapshots = engine.used_pages, engine.snapshots
+    engine.tree.evict_for_alloc(EvictParams(num_tokens=missing[0] * page, mamba_num=missing[1]))
+    assert (engine.used_pages, engine.snapshots) == (pages, snapshots)
+    assert told == [(missing[0] * page, missing[1])]
+
+
 def test_snapshots_that_a_lone_text_left_behind_go_before_leaves_however_few_there_are():
     """Where memory moves others stay below a floor, because somebody may branch off there."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from engine import Engine, Limits
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from simulate import Simulation, flash
 from workloads import build
 
@@ -346,29 +345,6 @@ def fill_above(engine: Engine, count: int) -> list[int]:
     engine.pages.start_drain(count)
     limit = engine.pages.drain.limit
     return [page for page in pages_in_tree(engine) if page > limit]
-
-
-def test_what_a_move_gives_back_is_not_evicted_for_besides():
-    """Twelve pages or five slots that a move withheld come back for two or one that are missing."""
-    engine = small_engine(running=2, slots=24)
-    paths, slots, pages = paths_of(engine.tree), engine.pool.mamba_allocator, engine.pages
-    for number in range(4):
-        answer(engine, text(number, 3), number)
-    held = pages.alloc(pages.available_size())
-    pages.start_drain(15)
-    pages.free_segment(held[-12 * PAGE :], start_pos=0)
-    pages.settle()
-    paths.split.target, cached = slots.drain.end + 1, engine.tree.full_evictable_size()
-    engine.tree.evict_for_alloc(EvictParams(num_tokens=2 * PAGE))
-    assert pages.available_size() == 12 * PAGE and engine.tree.full_evictable_size() == cached
-
-    top = slots.alloc(slots.available_size())
-    slots.start_drain(6)
-    slots.free(top[-5:])
-    paths.split.target, snapshots, end = slots.drain.end - 6, engine.snapshots, slots.drain.end
-    engine.tree.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
-    assert slots.available_size() == 5 and engine.snapshots == snapshots
-    assert slots.drain.end == end and pages.drain.limit is None
 
 
 def texts_of(engine: Engine) -> dict[int, list[int]]:

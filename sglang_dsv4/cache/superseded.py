@@ -189,13 +189,11 @@ def evict_leaf(original: Callable[..., Any], tree: Any, node: int, *args: Any) -
 def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwargs: Any) -> Any:
     """Room for an allocation: superseded snapshots go first, then the leaves worth least, then what SGLang chooses."""
     pages = snapshots = superseded = 0
+    back = (0, 0)
     if (split := paths_of(tree).split) is not None:
-        tokens, slots = split.yield_to(params.num_tokens, params.mamba_num)
-        params = dataclasses.replace(
-            params, num_tokens=max(0, params.num_tokens - tokens), mamba_num=max(0, params.mamba_num - slots)
-        )
+        back = split.yield_to(params.num_tokens, params.mamba_num)
     if not kwargs and not tree.disable:
-        superseded, pages, snapshots, params = _make_room(tree, params)
+        superseded, pages, snapshots, params = _make_room(tree, params, *back)
     result = original(tree, params, **kwargs)
     result.num_tokens_evicted += pages
     result.mamba_num_evicted += snapshots
@@ -205,16 +203,19 @@ def evict_for_alloc(original: Callable[..., Any], tree: Any, params: Any, **kwar
     return result
 
 
-def _make_room(tree: Any, params: Any) -> tuple[int, int, int, Any]:
-    """Superseded snapshots, tokens and snapshots that went, and what of `params` is still wanted."""
+def _make_room(tree: Any, params: Any, tokens_back: int, slots_back: int) -> tuple[int, int, int, Any]:
+    """Superseded snapshots, tokens and snapshots that went, and what of `params` is still wanted.
+
+    So many tokens and slots of it a move gave back. It was short of them all the same: `consider` is told.
+    """
     paths, allocator = paths_of(tree), tree.token_to_kv_pool_allocator
-    goal, moved = allocator.available_size() + max(0, params.num_tokens), 0
+    goal, moved = allocator.available_size() + max(0, params.num_tokens - tokens_back), slots_back
     trims = params.mamba_num > 0
     if paths.split is not None:
         slots = tree.req_to_token_pool.mamba_allocator
         before = slots.available_size()
         paths.split.consider(tree, paths, params.num_tokens, params.mamba_num)
-        moved = slots.available_size() - before
+        moved += slots.available_size() - before
         trims = params.mamba_num > moved and paths.split.may_trim(tree)
     superseded = paths.trim_lone(tree, params.mamba_num - moved) if params.mamba_num > moved else 0
     superseded += paths.trim(tree, params.mamba_num - moved - superseded) if trims else 0
