@@ -24,7 +24,7 @@ from sglang_dsv4.geometry import CSA_RATIO
 from sglang_dsv4.ops import jit
 from sglang_dsv4.ops.decode_rows import DecodeRows
 from sglang_dsv4.ops.dispatch import operations, reference_forced
-from sglang_dsv4.ops.meta import StepMeta
+from sglang_dsv4.ops.meta import StepMeta, from_host
 from sglang_dsv4.ops.score_plan import ScorePlan
 from sglang_dsv4.refusals import Refused
 
@@ -164,10 +164,10 @@ class SlotAttentionBackend(AttentionBackend):
         meta = StepMeta(
             req_rows=rows.int(),
             slots=self.requests.get_mamba_indices(rows).int(),
-            prefix_lens=self._host_ints(prefix),
-            seq_lens=self._host_ints(lens),
-            token_offsets=self._host_ints(offsets),
-            token_to_req=owner.to(self.device, non_blocking=True),
+            prefix_lens=from_host(prefix, torch.int32, self.device),
+            seq_lens=from_host(lens, torch.int32, self.device),
+            token_offsets=from_host(offsets, torch.int32, self.device),
+            token_to_req=from_host(owner, torch.int32, self.device),
             positions=fb.positions.long(),
             page_table=self._page_table(rows, max(lens)),
             snapshot_slots=snapshot_slots,
@@ -196,15 +196,12 @@ class SlotAttentionBackend(AttentionBackend):
                     more_slots[i, j] = snapshot.slot[0]
                     more_lens[i, j] = snapshot.length
             slots = torch.cat([slots, more_slots], dim=1)
-            lens = torch.cat([lens, more_lens.to(self.device, non_blocking=True)], dim=1)
+            lens = torch.cat([lens, from_host(more_lens, torch.int32, self.device)], dim=1)
         return slots, lens
 
     def _page_table(self, rows: Tensor, length: int) -> Tensor:
         columns = torch.arange(0, length, self.page_size, device=self.device)
         return self.requests.req_to_token[rows[:, None], columns] // self.page_size
-
-    def _host_ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
     # Layers
 

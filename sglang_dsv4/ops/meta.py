@@ -7,12 +7,22 @@ request, a snapshot that is not due) is marked in the tensors and masked on the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sglang_dsv4.geometry import WINDOW
+
+
+def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host integers on a device. From pinned memory: a copy from any other waits for all that was launched before."""
+    pinned = device.type == "cuda"
+    held = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, pin_memory=pinned)
+    if pinned and not held.is_pinned():
+        held = held.pin_memory()
+    return held.to(device, dtype, non_blocking=pinned)
 
 
 @dataclass
@@ -120,11 +130,7 @@ class Workspace:
             offsets.append(total)
             entries.append(count)
             total += WINDOW + (length - prefix) + count
-        return cls(
-            torch.tensor(offsets, dtype=torch.int64, device=device),
-            total,
-            torch.tensor(entries, dtype=torch.int64, device=device),
-        )
+        return cls(from_host(offsets, torch.int64, device), total, from_host(entries, torch.int64, device))
 
     def token_rows(self, meta: StepMeta, positions: Tensor) -> Tensor:
         """int64, shape of `positions` [N, ...]: workspace row of a position (history or this step's token)."""

@@ -7,9 +7,9 @@ import torch
 from kernel_steps import Guarded, Plan, entry_groups, make_step, same_bytes, values, window_pool
 
 from sglang_dsv4.formats import main_codec
-from sglang_dsv4.geometry import HEAD_DIM, MAIN_FP8, WINDOW
+from sglang_dsv4.geometry import CSA_RATIO, HEAD_DIM, MAIN_FP8, WINDOW
 from sglang_dsv4.ops.gather import gather, gather_cuda
-from sglang_dsv4.ops.meta import StepMeta, Workspace
+from sglang_dsv4.ops.meta import StepMeta, Workspace, from_host
 
 CODEC = main_codec(MAIN_FP8)
 
@@ -116,3 +116,17 @@ def test_history_before_the_first_token_is_left_alone(device):
     gather_cuda(workspace, window, kv, None, meta, plan, ratio=0, codec=CODEC)
     assert torch.isnan(workspace[: WINDOW - 2]).all()
     assert torch.isfinite(workspace[WINDOW - 2 :]).all()
+
+
+@pytest.mark.parametrize("host", [list, lambda values: torch.tensor(values, dtype=torch.int32)], ids=["list", "tensor"])
+def test_what_the_host_knows_of_a_prefill_reaches_the_device_without_waiting(device, host):
+    """A copy from memory that is not pinned would wait for the step before."""
+    lens = [3077, 1280, 640]
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = Workspace.plan([3000, 1279, 640], lens, CSA_RATIO, device)
+        told = from_host(host(lens), torch.int32, device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert told.tolist() == lens and plan.num_entries.tolist() == [length // CSA_RATIO for length in lens]
