@@ -241,6 +241,22 @@ def _publish_config(limits: Limits) -> None:
     set_global_server_args_for_scheduler(args)
 
 
+def request_pool_arguments(running: int, slots: int, context: int) -> dict[str, Any]:
+    """What SGLang constructs a request pool of a hybrid model with, here of bookkeeping on a CPU."""
+    return {
+        "size": running,
+        "mamba_size": slots,
+        "mamba_spec_state_size": running,
+        "max_context_len": context,
+        "device": "cpu",
+        "enable_memory_saver": False,
+        "cache_params": SimpleNamespace(dtype=SimpleNamespace(conv=torch.uint8)),
+        "mamba_layer_ids": [0],
+        "enable_mamba_extra_buffer": True,
+        "enable_overlap_schedule": True,
+    }
+
+
 def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
@@ -251,18 +267,8 @@ def _build_pools(limits: Limits, geometry: Geometry, plan: SplitPlan | None) -> 
 
     moving = None if plan is None else memory_behind("meta", plan)
     with building(geometry, store_device="meta", moving=moving):
-        pool = SlotReqToTokenPool(
-            size=limits.running,
-            mamba_size=limits.slots if plan is None else plan.slots,
-            mamba_spec_state_size=limits.running,
-            max_context_len=limits.context,
-            device="cpu",
-            enable_memory_saver=False,
-            cache_params=SimpleNamespace(dtype=SimpleNamespace(conv=torch.uint8)),
-            mamba_layer_ids=[0],
-            enable_mamba_extra_buffer=True,
-            enable_overlap_schedule=True,
-        )
+        slots = limits.slots if plan is None else plan.slots
+        pool = SlotReqToTokenPool(**request_pool_arguments(limits.running, slots, limits.context))
     if moving is not None:
         tokens = moving.plan.pages * limits.page
         store = PagePool(geometry, tokens, "meta", backing=moving.pages)

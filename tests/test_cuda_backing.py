@@ -260,7 +260,7 @@ def test_ranks_agree_over_sglangs_own_group(monkeypatch):
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_server_that_does_not_get_its_memory_has_static_pools_of_the_same_sizes(monkeypatch, caplog, moves):
-    from engine import Limits, _publish_config
+    from engine import Limits, _publish_config, request_pool_arguments
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
@@ -279,18 +279,7 @@ def test_a_server_that_does_not_get_its_memory_has_static_pools_of_the_same_size
     _publish_config(Limits(pages=60, slots=12, running=2))
 
     def pool_of(self, max_num_reqs):
-        return kv_cache_configurator.HybridReqToTokenPool(
-            size=max_num_reqs,
-            mamba_size=12,
-            mamba_spec_state_size=max_num_reqs,
-            max_context_len=4096,
-            device="cpu",
-            enable_memory_saver=False,
-            cache_params=SimpleNamespace(dtype=SimpleNamespace(conv=torch.uint8)),
-            mamba_layer_ids=[0],
-            enable_mamba_extra_buffer=True,
-            enable_overlap_schedule=True,
-        )
+        return kv_cache_configurator.HybridReqToTokenPool(**request_pool_arguments(max_num_reqs, 12, 4096))
 
     def allocator_of(self, req_to_token_pool, token_to_kv_pool):
         return kv_cache_configurator.PagedTokenToKVPoolAllocator(

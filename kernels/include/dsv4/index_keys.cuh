@@ -308,10 +308,10 @@ __device__ __forceinline__ float write_image_row(uint8_t* image, int head, int l
 
 __device__ __forceinline__ float twice_relu(float x) { return x + fabsf(x); }
 
-// sum[i] of keys lane / 4 + 8 i over the heads, in every thread of a quad. The image's weights are halved, as
+// A thread's share of sum[i], of keys lane / 4 + 8 i over its heads. The image's weights are halved, as
 // 2 relu(x) = x + |x| needs one addition, which runs beside the conversions of keys where a maximum would not.
 template <typename TwiceRelu>
-__device__ __forceinline__ void weigh_by(const TwiceRelu& relu, const float (&weight)[16], float (&sum)[2]) {
+__device__ __forceinline__ void weigh_share_by(const TwiceRelu& relu, const float (&weight)[16], float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -321,6 +321,15 @@ __device__ __forceinline__ void weigh_by(const TwiceRelu& relu, const float (&we
       sum[1] = fmaf(relu(4 * j + 2 + i), weight[2 * j + i], sum[1]);
     }
   }
+}
+__device__ __forceinline__ void weigh_share(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
+  weigh_share_by([&](int i) { return twice_relu(dots[i]); }, weight, sum);
+}
+
+// The sums over all heads, in every thread of a quad.
+template <typename TwiceRelu>
+__device__ __forceinline__ void weigh_by(const TwiceRelu& relu, const float (&weight)[16], float (&sum)[2]) {
+  weigh_share_by(relu, weight, sum);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     sum[i] += __shfl_xor_sync(kFullMask, sum[i], 1);

@@ -113,21 +113,8 @@ struct ImageRing {
   }
 };
 
-// What a thread adds up of two keys' heads: shares of the sums that `quad_sums` completes. The numbers, and the order in
-// which they are added, are those of `weigh`.
-__device__ __forceinline__ void weigh_share(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
-  sum[0] = sum[1] = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sum[0] = fmaf(twice_relu(dots[4 * j + i]), weight[2 * j + i], sum[0]);
-      sum[1] = fmaf(twice_relu(dots[4 * j + 2 + i]), weight[2 * j + i], sum[1]);
-    }
-  }
-}
-
-// The sum over a quad of share[lane % 4 / 2][lane % 2]: of the first tile's two keys and the second's, one a lane.
+// The sum over a quad of share[lane % 4 / 2][lane % 2]: of the first tile's two keys and the second's, one a lane, added in the
+// order of `weigh_by`.
 __device__ __forceinline__ float quad_sum(const float (&share)[2][2], int lane) {
   const bool odd = lane & 1, upper = lane & 2;
   float of[2];
