@@ -7,10 +7,10 @@ namespace {
 
 using namespace dsv4;
 
-// `partial` and `partial_stat` have room for `splits` results a query and head. `parts` > 0 takes the Hopper kernel, a
+// `entry_lens` may be empty. `partial` and `partial_stat` have room for `splits` results a query and head. `parts` > 0 takes the Hopper kernel, a
 // cluster of that many blocks a query and `splits` groups of them; 0 takes the portable one, `splits` blocks a query.
 void sparse_attention(TensorView q, TensorView window, TensorView window_rows, TensorView entries,
-                      TensorView entry_rows, TensorView sink, TensorView rope, TensorView positions, TensorView out,
+                      TensorView entry_rows, TensorView entry_lens, TensorView sink, TensorView rope, TensorView positions, TensorView out,
                       TensorView partial, TensorView partial_stat, double scale, int64_t parts, int64_t splits) {
   const DeviceGuard guard(q);
   AttentionParams<PackedRows> p = {};
@@ -20,6 +20,7 @@ void sparse_attention(TensorView q, TensorView window, TensorView window_rows, T
   p.rows.window_wide = window_rows.dtype().bits == 64;
   p.rows.window_stride = window_rows.stride(0);
   p.rows.entry_rows = data_of<const int32_t>(entry_rows);
+  p.rows.entry_lens = entry_lens.size(0) > 0 ? data_of<const int32_t>(entry_lens) : nullptr;
   p.rows.entry_stride = entry_rows.stride(0);
   p.rows.num_entries = static_cast<int>(entry_rows.size(1));
   fill_attention(p, q, sink, rope, positions, out, partial, partial_stat, scale);

@@ -281,6 +281,7 @@ class _Decode:
         # HCA layers of a step share their rows, CSA layers each bring their own.
         picked = [torch.randint(0, rows, (batch, width), device=device).int() for _ in range(sets)]
         self.entry_rows = [(picked[0] if width > 1024 else x) if width else None for x in picked]
+        self.entry_lens = torch.full((batch,), max(width, 1), dtype=torch.int32, device=device)
         self.q = [torch.randn(batch, heads, HEAD_DIM, device=device).bfloat16() for _ in range(sets)]
         self.sink = torch.randn(heads, device=device)
         self.rope = torch.randn(4096, ROPE_DIM, device=device)
@@ -289,7 +290,7 @@ class _Decode:
     def run(self, i: int, kernel: str) -> Tensor:
         return sparse_attention_cuda(
             self.q[i], self.window[i], self.window_rows, self.entries[i], self.entry_rows[i], self.sink, self.rope,
-            self.positions, scale=SCALE, codec=main_codec(MAIN_FP8), kernel=kernel,
+            self.positions, scale=SCALE, codec=main_codec(MAIN_FP8), entry_lens=self.entry_lens, kernel=kernel,
         )  # fmt: skip
 
 
@@ -320,7 +321,6 @@ def _in_tree_attention(x: _Decode, width: int, batch: int, device: torch.device)
     starts = torch.arange(batch, device=device, dtype=torch.int32)[:, None] * IN_TREE_GROUP
     indices = (starts + torch.arange(WINDOW, device=device, dtype=torch.int32)).unsqueeze(1)
     lens = torch.full((batch,), WINDOW, dtype=torch.int32, device=device)
-    extra_lens = torch.full((batch,), max(width, 1), dtype=torch.int32, device=device)
     module = flash_mla.module()
     schedule = module.get_mla_metadata()[0]
     derotate = jit.function("sparse_attention", "derotate", device.index or 0)
@@ -332,7 +332,7 @@ def _in_tree_attention(x: _Decode, width: int, batch: int, device: torch.device)
             extra = {
                 "extra_k_cache": flash_mla._cache(entries),
                 "extra_indices_in_kvcache": rows.unsqueeze(1),
-                "extra_topk_length": extra_lens,
+                "extra_topk_length": x.entry_lens,
             }
         out, _ = module.flash_mla_with_kvcache(
             q=x.q[i].unsqueeze(1), k_cache=cache, block_table=None, cache_seqlens=None, head_dim_v=HEAD_DIM,

@@ -163,9 +163,10 @@ def sparse_attention_cuda(
     room = splits if splits > 1 else 0
     partial = q.new_empty((tokens, heads, room, HEAD_DIM), dtype=torch.float32)
     partial_stat = q.new_empty((tokens, heads, room, 2), dtype=torch.float32)
+    lens = entry_lens if entry_lens is not None else q.new_empty(0, dtype=torch.int32)
     run = jit.function("sparse_attention", "sparse_attention", device)
     run(
-        q, window, window_rows, entries, entry_rows, sink, rope, positions, out, partial, partial_stat,
+        q, window, window_rows, entries, entry_rows, lens, sink, rope, positions, out, partial, partial_stat,
         scale, parts, splits,
     )  # fmt: skip
     return out

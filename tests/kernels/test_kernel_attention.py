@@ -109,8 +109,20 @@ def test_decode_attention(device, tokens, width, heads, kernel):
     need(kernel, heads)
     counts = [(width * (i + 1)) // tokens for i in range(tokens)]
     case = Decode(device, tokens, heads, counts, width, seed=tokens + heads)
-    check(case.run(kernel=kernel), case.want())
+    want = case.want()
+    check(case.run(kernel=kernel), want)
+    lens = torch.tensor(counts, dtype=torch.int32, device=device).clamp(min=1)
+    check(case.run(kernel=kernel, entry_lens=lens), want)
     case.guard.check()
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+def test_decode_attention_takes_no_length_on_trust(device, kernel):
+    """Lengths below zero and beyond the columns, as a padded row may have them."""
+    need(kernel)
+    case = Decode(device, 3, 64, [0, 512, 70], 512, seed=11)
+    lens = torch.tensor([-5, 1 << 30, 70], dtype=torch.int32, device=device)
+    check(case.run(kernel=kernel, entry_lens=lens), case.want())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

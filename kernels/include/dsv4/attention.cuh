@@ -12,11 +12,26 @@ namespace dsv4 {
 constexpr int kTileRows = 64;
 constexpr float kLog2e = 1.4426950408889634f;
 
+// What a column holds, as loaded: asked for long before it is looked at, so nothing is computed from it here.
+struct Column {
+  unsigned low, high;  // high is 0 but for int64 columns
+
+  // Of int32, or of int64 (`wide`), at `at`; one that names no row where `real` is false.
+  static __device__ __forceinline__ Column fetch(const void* at, bool wide, bool real) {
+    return {load4_if(at, real, ~0u), load4_if(static_cast<const unsigned*>(at) + 1, real && wide, 0u)};
+  }
+  // The row it names, -1 where it is masked or no such row exists.
+  __device__ __forceinline__ int row(int64_t num_rows) const {
+    return high == 0 && low < min(num_rows, int64_t{1} << 31) ? static_cast<int>(low) : -1;
+  }
+};
+
 // Decode: 128 window columns, then entry columns, packed rows of two pools.
 struct PackedRows {
   RowPool<MainFp8> window, entries;
   const void* window_rows;  // int32 or int64 [tokens, 128]
   const int32_t* entry_rows;
+  const int32_t* entry_lens;  // [tokens], no entries behind so many columns; null where that is not known
   int64_t window_stride, entry_stride;
   int num_entries;  // columns
   bool window_wide;
@@ -28,18 +43,19 @@ struct PackedRows {
   __device__ __forceinline__ const RowPool<MainFp8>& pool(int tile) const {
     return tile < kFixedTiles ? window : entries;
   }
-  // Row of column i of a tile, -1 where it is masked or no such row exists.
-  __device__ __forceinline__ int row(int token, int tile, int i) const {
-    int64_t id = -1;
-    if (tile < kFixedTiles) {
-      const int64_t at = token * window_stride + tile * kTileRows + i;
-      id = window_wide ? static_cast<const int64_t*>(window_rows)[at] : static_cast<const int32_t*>(window_rows)[at];
-    } else {
-      const int at = (tile - kFixedTiles) * kTileRows + i;
-      if (at < num_entries) id = column(token, at);
-    }
-    return pool(tile).contains(id) ? static_cast<int>(id) : -1;
+  __device__ __forceinline__ bool knows_length() const { return entry_lens != nullptr; }
+  __device__ __forceinline__ int length(int token) const { return min(max(entry_lens[token], 0), num_entries); }
+
+  __device__ __forceinline__ Column fetch(int token, int tile, int i, bool real = true) const {
+    const bool fixed = tile < kFixedTiles, wide = fixed && window_wide;
+    const int column = fixed ? tile * kTileRows + i : (tile - kFixedTiles) * kTileRows + i;
+    const int64_t at = (fixed ? window_stride : entry_stride) * token + column;
+    const auto* const columns = static_cast<const char*>(fixed ? window_rows : entry_rows);
+    return Column::fetch(columns + (at << (wide ? 3 : 2)), wide, real && (fixed || column < num_entries));
   }
+  __device__ __forceinline__ int row_of(const Column& x, int tile) const { return x.row(pool(tile).num_rows); }
+  // Row of column i of a tile, -1 where there is none.
+  __device__ __forceinline__ int row(int token, int tile, int i) const { return row_of(fetch(token, tile, i), tile); }
 };
 
 // Prefill: columns name rows of a dense bf16 workspace.
@@ -52,11 +68,14 @@ struct DenseRows {
   static constexpr int kFixedTiles = 0;
   __device__ __forceinline__ int columns() const { return num_columns; }
   __device__ __forceinline__ int32_t column(int token, int i) const { return indices[token * index_stride + i]; }
-  __device__ __forceinline__ int row(int token, int tile, int i) const {
+  __device__ __forceinline__ bool knows_length() const { return false; }
+  __device__ __forceinline__ int length(int) const { return num_columns; }
+  __device__ __forceinline__ Column fetch(int token, int tile, int i, bool real = true) const {
     const int at = tile * kTileRows + i;
-    const int id = at < num_columns ? column(token, at) : -1;
-    return id < num_rows ? id : -1;
+    return Column::fetch(indices + token * index_stride + at, false, real && at < num_columns);
   }
+  __device__ __forceinline__ int row_of(const Column& x, int) const { return x.row(num_rows); }
+  __device__ __forceinline__ int row(int token, int tile, int i) const { return row_of(fetch(token, tile, i), tile); }
 };
 
 template <typename Rows>
@@ -75,9 +94,15 @@ struct AttentionParams {
   float scale;  // of the logits, times log2 e
 };
 
-// The tiles of a query: all up to its last valid column. Called by the whole block; ends in a barrier.
+// The tiles of a query: all up to its last valid column, or what its length says. Called by the whole block; ends in a
+// barrier.
 template <typename Rows>
 __device__ __forceinline__ int count_tiles(const Rows& rows, int token, int* shared_last) {
+  if (rows.knows_length()) {
+    const int length = rows.length(token);
+    __syncthreads();
+    return Rows::kFixedTiles + (length + kTileRows - 1) / kTileRows;
+  }
   if (threadIdx.x == 0) *shared_last = 0;
   __syncthreads();
   int last = 0;

@@ -56,6 +56,7 @@ void launch_attention(const TensorView& anchor, const AttentionParams<Rows>& p, 
     shape.block = dim3(hopper::kAttentionThreads);
     shape.dynamic_smem = hopper::kAttentionShared;
     shape.cluster = parts;
+    shape.overlap = true;
     launch(anchor, shape, hopper::attention_kernel<Rows>, p, parts);
   } else if (p.heads <= 16) {
     launch_portable<16>(anchor, p, splits);

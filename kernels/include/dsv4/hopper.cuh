@@ -141,13 +141,6 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// The same where no memory is handed over: it only keeps the blocks together.
-__device__ __forceinline__ void cluster_meet() {
-#if DSV4_HOPPER
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
 // Address in the shared memory of another block of the cluster.
 __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
   unsigned remote = 0;
@@ -157,23 +150,16 @@ __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned r
   return remote;
 }
 
-__device__ __forceinline__ float4 cluster_load4(unsigned address) {
-  float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+__device__ __forceinline__ void cluster_store(unsigned address, float4 v) {
 #if DSV4_HOPPER
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
 #endif
-  return v;
 }
-
-__device__ __forceinline__ float cluster_load(unsigned address) {
-  float v = 0.0f;
+__device__ __forceinline__ void cluster_store(unsigned address, float2 v) {
 #if DSV4_HOPPER
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 #endif
-  return v;
 }
 
 __device__ __forceinline__ void cluster_store(unsigned address, int value) {
@@ -281,19 +267,17 @@ __device__ __forceinline__ void wgmma_e4m3_64x64x32(float (&d)[32], const unsign
 #endif
 }
 
-// d[64 x 64] (+)= a[64 x 16] b[64 x 16]^T, bf16, both in shared memory, both read row-wise.
-__device__ __forceinline__ void wgmma_bf16_64x64x16(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+// d[64 x 32] (+)= a[64 x 16] b[32 x 16]^T, bf16, both in shared memory, both read row-wise.
+__device__ __forceinline__ void wgmma_bf16_64x32x16(float (&d)[16], uint64_t a, uint64_t b, bool add) {
 #if DSV4_HOPPER
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, p, 1, 1, 0, 0;\n"
+      "setp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;\n"
       "}"
-      : DSV4_D8(d, 0), DSV4_D8(d, 8), DSV4_D8(d, 16), DSV4_D8(d, 24)
+      : DSV4_D8(d, 0), DSV4_D8(d, 8)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 #endif
 }

@@ -70,6 +70,10 @@ __device__ __forceinline__ uint4 load_shared16(unsigned address) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void store_shared16(unsigned address, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 __device__ __forceinline__ unsigned load_shared4(unsigned address) {
   unsigned v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -88,6 +92,50 @@ __device__ __forceinline__ uint4 load_once16(const void* pointer) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(pointer));
+  return v;
+}
+// The same, zeros where `valid` is false. In one piece: a choice between a load and zeros would wait for the load.
+__device__ __forceinline__ uint4 load_once16_if(const void* pointer, bool valid) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(pointer), "r"(static_cast<int>(valid)));
+  return v;
+}
+__device__ __forceinline__ uint2 load8_if(const void* pointer, bool valid) {
+  uint2 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n"
+      "}"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(pointer), "r"(static_cast<int>(valid)));
+  return v;
+}
+__device__ __forceinline__ unsigned load4_if(const void* pointer, bool valid, unsigned otherwise) {
+  unsigned v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.b32 %0, %3;\n"
+      "@p ld.global.nc.u32 %0, [%1];\n"
+      "}"
+      : "=&r"(v)
+      : "l"(pointer), "r"(static_cast<int>(valid)), "r"(otherwise));
   return v;
 }
 __device__ __forceinline__ unsigned load_once4(const void* pointer) {
