@@ -27,6 +27,15 @@ void sparse_attention(TensorView q, TensorView window, TensorView window_rows, T
   launch_attention(out, p, static_cast<int>(parts), static_cast<int>(splits));
 }
 
+// How many clusters of `parts` blocks of the Hopper kernel run at once: less than the multiprocessors have room for, as a
+// cluster stays within a part of the device.
+int64_t clusters_at_once(TensorView anchor, int64_t parts) {
+  const DeviceGuard guard(anchor);
+  if (parts == 1) return multiprocessors();
+  return dsv4::clusters_at_once(hopper_shape(multiprocessors(), 1, static_cast<int>(parts), 1),
+                                hopper::attention_kernel<PackedRows>);
+}
+
 // ---- FlashMLA leaves the output rotated ----
 
 // A warp a query and head: lane l turns pair l of the last 64 channels.
@@ -66,5 +75,6 @@ int64_t capture_id(TensorView anchor) {
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_attention, sparse_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(clusters_at_once, clusters_at_once);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(capture_id, capture_id);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(derotate, derotate_output);

@@ -80,21 +80,23 @@ def choose(kernel: str, tokens: int, heads: int, arch: str, check: Check) -> str
 
 
 @functools.cache
-def split_hopper(tokens: int, heads: int, columns: int, multiprocessors: int) -> tuple[int, int]:
+def split_hopper(tokens: int, heads: int, columns: int, at_once: tuple[int, ...]) -> tuple[int, int]:
     """Blocks of a cluster and clusters that share a query's tiles of 64 columns, decided by shapes alone.
 
-    Costs are in tiles: a block starts up for about one and a half, a cluster exchanges for about one.
+    `at_once` are the clusters that a device runs at a time, for each of CLUSTERS. Costs are in tiles: a block starts up
+    for about one and a half, a cluster exchanges for about one.
     """
     blocks = tokens * -(-heads // BLOCK_HEADS)
     tiles = -(-columns // GROUP_ROWS)
+    room = dict(zip(CLUSTERS, at_once, strict=True))
 
     def cost(parts: int) -> float:
-        return -(-blocks * parts // multiprocessors) * (-(-tiles // parts) + 1.5 + (parts > 1))
+        return -(-blocks // room[parts]) * (-(-tiles // parts) + 1.5 + (parts > 1))
 
-    parts = min(CLUSTERS, key=cost)
+    parts = min((p for p in CLUSTERS if room[p]), key=cost)
     groups = 1
     if parts == CLUSTERS[-1]:
-        groups = max(1, min(multiprocessors // (blocks * parts), tiles // (4 * parts), MAX_SPLITS))
+        groups = max(1, min(room[parts] // blocks, tiles // (4 * parts), MAX_SPLITS))
     return parts, groups
 
 
@@ -155,11 +157,11 @@ def sparse_attention_cuda(
     if kernel == "flash_mla":
         return flash_mla.decode(q, window, window_rows, entries, entry_rows, sink, rope, positions, scale, entry_lens)
     out = q.new_empty(q.shape)
-    shape = (tokens, heads, WINDOW + entry_rows.shape[1], _multiprocessors(device))
+    shape = (tokens, heads, WINDOW + entry_rows.shape[1])
     if kernel == "hopper":
-        parts, splits = split_hopper(*shape)
+        parts, splits = split_hopper(*shape, clusters_at_once(device))
     else:
-        parts, splits = 0, split_portable(*shape)
+        parts, splits = 0, split_portable(*shape, _multiprocessors(device))
     room = splits if splits > 1 else 0
     partial = q.new_empty((tokens, heads, room, HEAD_DIM), dtype=torch.float32)
     partial_stat = q.new_empty((tokens, heads, room, 2), dtype=torch.float32)
@@ -170,6 +172,13 @@ def sparse_attention_cuda(
         scale, parts, splits,
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def clusters_at_once(device: int) -> tuple[int, ...]:
+    """Clusters of the Hopper kernel that a device runs at a time, for each of CLUSTERS."""
+    count, anchor = jit.function("sparse_attention", "clusters_at_once", device), torch.empty(0, device=f"cuda:{device}")
+    return tuple(count(anchor, parts) for parts in CLUSTERS)
 
 
 @functools.cache

@@ -11,7 +11,14 @@ from sglang_dsv4.formats import main_codec
 from sglang_dsv4.geometry import GROUP_ROWS, HEAD_DIM, MAIN_FP8, WINDOW
 from sglang_dsv4.ops import flash_mla, jit
 from sglang_dsv4.ops.flush import rotate
-from sglang_dsv4.ops.sparse_attention import CLUSTERS, MAX_SPLITS, sparse_attention_cuda, split_hopper, split_portable
+from sglang_dsv4.ops.sparse_attention import (
+    CLUSTERS,
+    MAX_SPLITS,
+    clusters_at_once,
+    sparse_attention_cuda,
+    split_hopper,
+    split_portable,
+)
 from sglang_dsv4.ops.sparse_prefill import sparse_prefill_cuda
 
 CODEC = main_codec(MAIN_FP8)
@@ -252,12 +259,28 @@ def test_prefill_attention(device, heads, kernel):
     guard.check()
 
 
+H200_AT_ONCE = (132, 66, 32, 14)  # clusters of 1, 2, 4 and 8 blocks
+
+
 def test_work_is_split_within_the_limits():
     for tokens in (1, 2, 16, 64, 256, 512):
         for heads in (4, 64, 128):
             for columns in (128, 640, 1152, 8320):
-                parts, groups = split_hopper(tokens, heads, columns, 132)
+                parts, groups = split_hopper(tokens, heads, columns, H200_AT_ONCE)
                 assert parts in CLUSTERS and 1 <= groups <= MAX_SPLITS and (groups == 1 or parts == CLUSTERS[-1])
                 assert 1 <= split_portable(tokens, heads, columns, 132) <= MAX_SPLITS
-    assert split_hopper(64, 64, 640, 132) == (2, 1)
-    assert split_hopper(256, 64, 640, 132) == (1, 1)
+    assert split_hopper(64, 64, 640, H200_AT_ONCE) == (2, 1)
+    assert split_hopper(256, 64, 640, H200_AT_ONCE) == (1, 1)
+
+
+def test_work_is_split_into_clusters_that_run_at_once():
+    """Sixteen clusters of eight would take two turns where fourteen have room, and none where there is none."""
+    assert split_hopper(16, 64, 640, H200_AT_ONCE) == (4, 1)
+    assert split_hopper(14, 64, 640, H200_AT_ONCE) == (8, 1)
+    assert split_hopper(14, 64, 640, (132, 66, 32, 0)) == (4, 1)
+
+
+def test_a_device_tells_how_many_clusters_run_at_once(device):
+    need("hopper")
+    at_once = clusters_at_once(torch.cuda.current_device())
+    assert len(at_once) == len(CLUSTERS) and at_once[0] >= at_once[1] * 2 >= at_once[2] * 4 >= at_once[3] * 8 > 0

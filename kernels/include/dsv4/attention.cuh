@@ -180,9 +180,18 @@ __global__ void __launch_bounds__(128) combine_kernel(const __grid_constant__ At
   }
 }
 
-// 16 e4m3 codes as bf16 in `out`; `scale` is their ue8m0 code.
+// Whether one of four ue8m0 codes passes kPlainScale, the largest whose power of two, times 2^kE4m3Shift, is a bf16.
+constexpr unsigned kPlainScale = 254 - kE4m3Shift;
+__device__ __forceinline__ bool any_large(unsigned scales) {
+  constexpr unsigned kCarries = 0x7f - (kPlainScale & 0x7f);  // into a byte's highest bit
+  return (((scales & 0x7f7f7f7fu) + 0x01010101u * kCarries) & scales & 0x80808080u) != 0;
+}
+static_assert(kPlainScale >= 0x80);
+
+// 16 e4m3 codes as bf16 in `out`; `scale` is their ue8m0 code. Codes above kPlainScale, which no trained model has, take
+// a second product, if kLarge.
+template <bool kLarge = true>
 __device__ __forceinline__ void decode_chunk(const uint4& codes, unsigned scale, uint4 (&out)[2]) {
-  // 2^(scale - 127 + 120) is a bf16 up to scale 134; larger ones, which no trained model has, take a second product.
   const unsigned factor = min(scale + kE4m3Shift, 254u) * 0x00800080u;
   unsigned pairs[8];
   const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
@@ -191,8 +200,8 @@ __device__ __forceinline__ void decode_chunk(const uint4& codes, unsigned scale,
     pairs[2 * j] = multiply_bf16(e4m3_as_bf16<false>(words[j]), factor);
     pairs[2 * j + 1] = multiply_bf16(e4m3_as_bf16<true>(words[j]), factor);
   }
-  if (scale > 134u) {
-    const unsigned rest = power_bf16(static_cast<int>(scale) - 134);
+  if (kLarge && scale > kPlainScale) {
+    const unsigned rest = power_bf16(static_cast<int>(scale) - static_cast<int>(kPlainScale));
 #pragma unroll
     for (unsigned& pair : pairs) pair = multiply_bf16(pair, rest);
   }

@@ -1,14 +1,14 @@
 // Attention on Hopper: a block takes 64 heads of a query and a range of its tiles.
 //
 // Four warpgroups, two tiles of 64 rows deep. Two producers turn rows into bf16 panels in shared memory, one half of every
-// tile each; a warp keeps its eight rows of the next tile in flight in registers, and asks for a pair of them as soon as
-// it has decoded the pair before in their place. Two consumers split the work so that neither half of it is done twice:
-// each multiplies the queries with one half of a tile (64 heads x 32 rows x 512), then, after exchanging maxima and
-// probabilities through shared memory, each accumulates one half of the channels over all of it (64 heads x 256
-// channels x 64 rows). Meanwhile the producers fill the other tile.
+// tile each; a warp keeps its eight rows of the next tile in flight in registers, each part asked for as soon as the part
+// before it there is decoded, and those of the tile behind in the second-level cache. Two consumers split the work so that
+// neither half of it is done twice: each multiplies the queries with one half of a tile (64 heads x 32 rows x 512), then,
+// after exchanging probabilities through shared memory, each accumulates one half of the channels over all of it (64 heads
+// x 256 channels x 64 rows). Meanwhile the producers fill the other tile.
 //
-// A maximum is raised only where it grew by more than 2^8: until then probabilities above one are as exact as others,
-// and the 128 accumulators of a thread need no rescaling.
+// A maximum is raised only where it grew by more than 2^8: until then probabilities above one are as exact as others, the
+// 128 accumulators of a thread need no rescaling, and the consumers need not know each other's maxima.
 //
 // A query's tiles may be cut among the blocks of a cluster. Each of them finishes some of the heads, eight at a time: the
 // others send their accumulators of those heads into its shared memory, to the very threads that hold its own. No
@@ -32,176 +32,180 @@ constexpr int kRowPanel = kHalfRows * 128;       // bytes: 32 rows x 64 channels
 constexpr int kPanels = kHeadDim / 64;
 constexpr int kHalf = kPanels * kRowPanel;       // 32 rows x 512 channels
 constexpr float kRaise = 8.0f;                   // base-2 growth of a maximum that is let pass
-constexpr int kShareHeads = 8;                   // of the heads that a block of a cluster finishes, or a part of them
+constexpr int kShareHeads = 8;                   // of the heads that a block of a cluster finishes
+constexpr int kShares = kBlockHeads / kShareHeads;
 constexpr int kShareBytes = kShareHeads * kHeadDim * sizeof(float);
-constexpr int kMaxShares = 7;                    // that a block receives: up to 2 of 3 others, 4 of 1, 1 of 7
+constexpr int kMaxSlots = 7;                     // shares that a block receives: 4 of 1 other, 2 of 3, 1 of 7
 
 struct AttentionShared {
   uint8_t q[kPanels * kHeadPanel];  // [panel][head]; later the output
   uint8_t rows[kStages][2][kHalf];  // [stage][half of the tile][panel][row]; later shares of other blocks
-  uint8_t p[kHeadPanel];            // [head], probabilities of a tile's rows
+  uint8_t p[kStages][kHeadPanel];   // [stage][head], probabilities of a tile's rows
   float maximum[2][kBlockHeads];
   float sum[2][kBlockHeads];
-  float2 stats[kMaxShares][kShareHeads];  // maxima and sums of other blocks
-  uint8_t valid[kStages][2][4];           // [stage][half][producer warp]: which of its rows exist
-  uint64_t full[kStages][2], empty[kStages];
+  float2 stats[kMaxSlots][kShareHeads];  // maxima and sums of other blocks
+  float sink[kBlockHeads], rope[kRopeDim];
+  unsigned valid[kStages][2][4];  // [stage][half][producer warp], bit 4 r: its row r exists
+  uint64_t full[kStages][2], empty[kStages], received;
   int last;
 };
 constexpr int kAttentionShared = sizeof(AttentionShared) + 1024;
-static_assert(kAttentionShared <= 227 * 1024 && kMaxShares * kShareBytes <= kStages * 2 * kHalf);
+static_assert(kAttentionShared <= 227 * 1024 && kMaxSlots * kShareBytes <= kStages * 2 * kHalf);
 
 // ---- producers ----
 
 constexpr int kWarpRows = 8;  // of a half tile in a producer warp
 
-// A warp's packed rows, as loaded. Two loads cover a pair of rows: eight lanes take four chunks of 16 codes of each, so
-// that the panel units they store later lie in eight different bank groups. The second load's last lanes take the even
-// units of the rotated channels, and one more load the odd ones of all rows.
-struct PackedWarp {
-  uint4 data[kWarpRows], rotated;
-  uint2 scales;  // of row lane % 8
+// Four lanes take a row and one in four of its 16-byte units: seven of codes, one for each scale, and two of rotated
+// channels, even and odd, so that what eight lanes store together lies in eight different bank groups.
+struct PackedRow {
+  static constexpr int kChunks = kNopeDim / kFp8Quant;
+  uint4 data[kChunks + 2];
+  uint2 scales;
 
-  static __device__ __forceinline__ const uint8_t* data_of(const RowPool<MainFp8>& pool, int id) {
-    const unsigned row = static_cast<unsigned>(id);
-    return pool.base + (row / kGroupRows) * pool.group_stride + (row % kGroupRows) * MainFp8::kDataBytes;
-  }
+  struct Source {
+    const uint8_t *row, *scales;
+    bool real;
 
-  // `ids` holds in lane r the warp's row r % 8.
-  __device__ __forceinline__ void load_pair(const RowPool<MainFp8>& pool, int ids, int pair, int lane) {
-    const int chunk = 4 * (lane >> 3) + (lane & 3);
-    const int id = __shfl_sync(kFullMask, ids, 2 * pair + ((lane >> 2) & 1));
-    const uint8_t* source = data_of(pool, id);
-    data[2 * pair] = load_once16_if(source + 16 * chunk, id >= 0);
-    data[2 * pair + 1] = load_once16_if(source + (lane < 24 ? 16 * (16 + chunk) : kNopeDim + 32 * (lane & 3)), id >= 0);
-  }
-  // The scales, and the odd units of the rotated channels.
-  __device__ __forceinline__ void load_rest(const RowPool<MainFp8>& pool, int ids, int lane) {
-    const int id = __shfl_sync(kFullMask, ids, lane >> 2);
-    rotated = load_once16_if(data_of(pool, id) + kNopeDim + 32 * (lane & 3) + 16, id >= 0);
-    scales = load8_if(pool.scale(static_cast<unsigned>(ids)), ids >= 0);
-  }
-  __device__ __forceinline__ void load(const RowPool<MainFp8>& pool, int ids, int lane) {
-    load_rest(pool, ids, lane);
-#pragma unroll
-    for (int pair = 0; pair < kWarpRows / 2; ++pair) load_pair(pool, ids, pair, lane);
-  }
-
-  // What the lane's two chunks of each pair are scaled with: byte `pair` of both.
-  __device__ __forceinline__ uint2 scales_of_pairs(int lane) const {
-    uint2 all = make_uint2(0, 0);
-#pragma unroll
-    for (int pair = 0; pair < kWarpRows / 2; ++pair) {
-      const unsigned row = 2 * pair + ((lane >> 2) & 1);
-      const unsigned low = __shfl_sync(kFullMask, scales.x, row) >> (lane & 24);
-      const unsigned high = __shfl_sync(kFullMask, scales.y, row) >> (lane & 24);
-      // Byte 0 of the new one to where `pair` says.
-      const unsigned selector = 0x3210u & ~(0xfu << (4 * pair)) | 4u << (4 * pair);
-      all.x = __byte_perm(all.x, low, selector);
-      all.y = __byte_perm(all.y, high, selector);
+    __device__ __forceinline__ Source(const RowPool<MainFp8>& pool, int id) : real(id >= 0) {
+      row = pool.data(max(id, 0));
+      scales = pool.scale(max(id, 0));
     }
-    return all;
-  }
+    // A lane's part of what it takes to have the row in the second-level cache.
+    __device__ __forceinline__ void prefetch(int quarter) const {
+      if (!real) return;
+      prefetch_l2(row + 128 * quarter);
+      prefetch_l2(quarter == 0 ? row + MainFp8::kDataBytes - 1 : scales);
+    }
+  };
 
-  // Where the warp's rows begin in the panels of a half tile, and a lane's place there: of unit 2 (lane % 4) in row
-  // lane / 4 % 2. Another row and unit of the lane's is the same address with other bits, and a multiple of 256 more.
-  static __device__ __forceinline__ unsigned place(unsigned half, int first_row, int lane) {
-    const unsigned row = (lane >> 2) & 1;
-    return half + (lane >> 3) * kRowPanel + first_row * 128 + panel_offset(row, 2 * (lane & 3));
-  }
-  __device__ __forceinline__ void store_pair(unsigned place, int pair, const uint2& of_pairs, int lane) const {
-    const unsigned even = (place ^ (32 * pair)) + 256 * pair, odd = (place ^ (32 * pair + 16)) + 256 * pair;
-    uint4 values[2];
-    decode_chunk(data[2 * pair], (of_pairs.x >> (8 * pair)) & 255u, values);
-    store_shared16(even, values[0]);
-    store_shared16(odd, values[1]);
-    if (lane < 24) {
-      decode_chunk(data[2 * pair + 1], (of_pairs.y >> (8 * pair)) & 255u, values);
-      store_shared16(even + 4 * kRowPanel, values[0]);
-      store_shared16(odd + 4 * kRowPanel, values[1]);
+  __device__ __forceinline__ void load_scales(const Source& from) { scales = load8_if(from.scales, from.real); }
+  template <int i>
+  __device__ __forceinline__ void load(const Source& from, int quarter) {
+    if constexpr (i < kChunks) {
+      data[i] = load_once16_if<kFp8Quant * i>(from.row + 16 * quarter, from.real);
     } else {
-      store_shared16(even + 4 * kRowPanel, data[2 * pair + 1]);
+      data[i] = load_once16_if<kNopeDim + 16 * (i - kChunks)>(from.row + 32 * quarter, from.real);
     }
   }
-  __device__ __forceinline__ void store_rotated(unsigned half, int first_row, int lane) const {
-    store_shared16(half + 7 * kRowPanel + panel_offset(first_row + (lane >> 2), 2 * (lane & 3) + 1), rotated);
+  template <int i = 0>
+  __device__ __forceinline__ void load_all(const Source& from, int quarter) {
+    load<i>(from, quarter);
+    if constexpr (i + 1 < kChunks + 2) load_all<i + 1>(from, quarter);
+  }
+
+  __device__ __forceinline__ bool large() const { return any_large(scales.x) || any_large(scales.y); }
+  // `even` and `odd` are where the lane's units of the first panel go.
+  template <bool kLarge, int i>
+  __device__ __forceinline__ void store(unsigned even, unsigned odd, const uint2& of_chunks) const {
+    if constexpr (i < kChunks) {
+      uint4 values[2];
+      decode_chunk<kLarge>(data[i], ((i < 4 ? of_chunks.x : of_chunks.y) >> (8 * (i & 3))) & 255u, values);
+      store_shared16(even + i * kRowPanel, values[0]);
+      store_shared16(odd + i * kRowPanel, values[1]);
+    } else {
+      store_shared16((i == kChunks ? even : odd) + kChunks * kRowPanel, data[i]);
+    }
+  }
+  template <bool kLarge, int i = 0>
+  __device__ __forceinline__ void turn_from(unsigned even, unsigned odd, const uint2& of_chunks, const Source& next,
+                                            int quarter) {
+    store<kLarge, i>(even, odd, of_chunks);
+    load<i>(next, quarter);
+    if constexpr (i + 1 < kChunks + 2) turn_from<kLarge, i + 1>(even, odd, of_chunks, next, quarter);
+  }
+  // Stores the row, and asks for the next in its place.
+  template <bool kLarge>
+  __device__ __forceinline__ void turn(unsigned even, unsigned odd, const Source& next, int quarter) {
+    const uint2 of_chunks = scales;
+    load_scales(next);
+    turn_from<kLarge>(even, odd, of_chunks, next, quarter);
   }
 };
 
-// Where a producer warp stands.
-struct ProducerWarp {
-  int half, warp, lane, first_row;  // of its rows in the half
+// Where a producer's lane stands.
+struct ProducerLane {
+  int half, warp, lane;
+  int row, quarter;  // of its warp's eight rows of the half, and of the row
 
-  __device__ __forceinline__ ProducerWarp(int half_of, int warp_of, int lane_of)
-      : half(half_of), warp(warp_of), lane(lane_of), first_row(kWarpRows * warp_of) {}
-  // The lane's column of a tile.
-  __device__ __forceinline__ int column() const { return kHalfRows * half + first_row + (lane & 7); }
+  __device__ __forceinline__ ProducerLane(int half_of, int warp_of, int lane_of)
+      : half(half_of), warp(warp_of), lane(lane_of), row(lane_of >> 2), quarter(lane_of & 3) {}
+  __device__ __forceinline__ int first_row() const { return kWarpRows * warp; }
+  // Its column of a tile.
+  __device__ __forceinline__ int column() const { return kHalfRows * half + first_row() + row; }
 
   // There is room for the `count`-th tile of the block.
   __device__ __forceinline__ void wait_room(AttentionShared& shared, int count) const {
     if (count >= kStages) mbarrier_wait(&shared.empty[count % kStages], (count / kStages - 1) & 1);
   }
-  __device__ __forceinline__ void announce(AttentionShared& shared, int stage, int ids) const {
-    const unsigned valid = __ballot_sync(kFullMask, ids >= 0);
-    if (lane == 0) shared.valid[stage][half][warp] = static_cast<uint8_t>(valid & 255u);
+  __device__ __forceinline__ void announce(AttentionShared& shared, int stage, int id) const {
+    const unsigned valid = __ballot_sync(kFullMask, id >= 0);
+    if (lane == 0) shared.valid[stage][half][warp] = valid;
   }
 };
 
 // Fills a half of tiles [begin, end).
 __device__ __forceinline__ void produce(const PackedRows& rows, AttentionShared& shared, int token, int begin, int end,
-                                        const ProducerWarp& at) {
+                                        const ProducerLane& at) {
   if (begin >= end) return;
   const auto fetch = [&](int tile) { return rows.fetch(token, tile, at.column(), tile < end); };
-  Column ahead = fetch(begin + 1);  // of the tile behind the one whose rows are under way
-  int ids = rows.row_of(fetch(begin), begin);
-  PackedWarp packed;
-  packed.load(rows.pool(begin), ids, at.lane);
+  const auto source = [&](int tile, int id) { return PackedRow::Source(rows.pool(tile), id); };
+  const Column first = fetch(begin), second = fetch(begin + 1);
+  Column ahead = fetch(begin + 2);  // of the tile behind the one that is in the second-level cache
+  int id = rows.row_of(first, begin);
+  PackedRow packed;
+  {
+    const PackedRow::Source from = source(begin, id);
+    packed.load_scales(from);
+    packed.load_all(from, at.quarter);
+  }
+  int next_id = rows.row_of(second, begin + 1);
+  source(begin + 1, next_id).prefetch(at.quarter);
+  const unsigned lane_place = at.first_row() * 128 + panel_offset(at.row, 2 * at.quarter);
   // All loads of a turn share a scoreboard: what one waits for must have been asked for in the turn before.
 #pragma unroll 1
   for (int tile = begin; tile < end; ++tile) {
     const int stage = (tile - begin) % kStages;
-    const RowPool<MainFp8>& pool = rows.pool(tile + 1);
-    const int next_ids = rows.row_of(ahead, tile + 1);
+    const int id_behind = rows.row_of(ahead, tile + 2);
+    ahead = fetch(tile + 3);
+    source(tile + 2, id_behind).prefetch(at.quarter);
     at.wait_room(shared, tile - begin);
-    at.announce(shared, stage, ids);
-    const unsigned half = shared_address(shared.rows[stage][at.half]);
-    const unsigned place = PackedWarp::place(half, at.first_row, at.lane);
-    const uint2 of_pairs = packed.scales_of_pairs(at.lane);
-    packed.store_rotated(half, at.first_row, at.lane);
-    ahead = fetch(tile + 2);
-    packed.load_rest(pool, next_ids, at.lane);
-#pragma unroll
-    for (int pair = 0; pair < kWarpRows / 2; ++pair) {
-      packed.store_pair(place, pair, of_pairs, at.lane);
-      packed.load_pair(pool, next_ids, pair, at.lane);
+    at.announce(shared, stage, id);
+    const unsigned even = shared_address(shared.rows[stage][at.half]) + lane_place, odd = even ^ 16;
+    const PackedRow::Source next = source(tile + 1, next_id);
+    if (__any_sync(kFullMask, packed.large())) {
+      packed.turn<true>(even, odd, next, at.quarter);
+    } else {
+      packed.turn<false>(even, odd, next, at.quarter);
     }
     fence_async_shared();
     __syncwarp();
     if (at.lane == 0) mbarrier_arrive(&shared.full[stage][at.half]);
-    ids = next_ids;
+    id = next_id;
+    next_id = id_behind;
   }
 }
 
 __device__ __forceinline__ void produce(const DenseRows& rows, AttentionShared& shared, int token, int begin, int end,
-                                        const ProducerWarp& at) {
+                                        const ProducerLane& at) {
   const auto fetch = [&](int tile) { return rows.fetch(token, tile, at.column(), tile < end); };
   Column ahead = fetch(begin);
 #pragma unroll 1
   for (int tile = begin; tile < end; ++tile) {
     const int stage = (tile - begin) % kStages;
-    const int ids = rows.row_of(ahead, tile);
+    const int own_id = rows.row_of(ahead, tile);
     ahead = fetch(tile + 1);
     at.wait_room(shared, tile - begin);
-    at.announce(shared, stage, ids);
-    const unsigned base = shared_address(shared.rows[stage][at.half]);
+    at.announce(shared, stage, own_id);
+    const unsigned base = shared_address(shared.rows[stage][at.half]) + at.first_row() * 128;
 #pragma unroll
     for (int row = 0; row < kWarpRows; ++row) {
-      const int id = __shfl_sync(kFullMask, ids, row);
+      const int id = __shfl_sync(kFullMask, own_id, 4 * row);
       const __nv_bfloat16* source = rows.workspace + max(id, 0) * rows.row_stride + 8 * at.lane;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int unit = 32 * i + at.lane;
-        copy_async16(base + (unit >> 3) * kRowPanel + panel_offset(at.first_row + row, unit & 7), source + 256 * i,
-                     id >= 0);
+        copy_async16(base + (unit >> 3) * kRowPanel + panel_offset(row, unit & 7), source + 256 * i, id >= 0);
       }
     }
     // Every lane arrives when its copies have landed, and the one that told which rows exist for that.
@@ -222,6 +226,7 @@ struct ConsumerThread {
   __device__ __forceinline__ ConsumerThread(int group_of, int warp_of, int lane_of)
       : group(group_of), warp(warp_of), lane(lane_of), head(16 * warp_of + (lane_of >> 2)) {}
   __device__ __forceinline__ static void all_meet() { named_barrier(1, 256); }
+  __device__ __forceinline__ static bool any(bool condition) { return named_barrier_or(1, 256, condition); }
 };
 
 struct ConsumerState {
@@ -261,7 +266,17 @@ __device__ __forceinline__ void load_queries(const AttentionParams<Rows>& p, Att
   }
   copy_async_commit();
 }
-__device__ __forceinline__ void wait_queries() {
+// Also brings what the end needs.
+template <typename Rows>
+__device__ __forceinline__ void wait_queries(const AttentionParams<Rows>& p, AttentionShared& shared, int token,
+                                             int first_head) {
+  const int thread = threadIdx.x;
+  if (thread < kRopeDim) {
+    shared.rope[thread] = rope_of(p, token)[thread];
+  } else if (thread < kRopeDim + kBlockHeads) {
+    const int head = thread - kRopeDim;
+    shared.sink[head] = p.sink[min(first_head + head, p.heads - 1)];
+  }
   copy_async_wait<0>();
   fence_async_shared();
   ConsumerThread::all_meet();
@@ -294,13 +309,13 @@ __device__ __forceinline__ void multiply_half(AttentionShared& shared, int stage
 __device__ __forceinline__ void mask_half(const AttentionShared& shared, int stage, const ConsumerThread& at, float scale,
                                           float (&s)[16], float (&top)[2]) {
   top[0] = top[1] = -INFINITY;
-  const unsigned valid = *reinterpret_cast<const unsigned*>(shared.valid[stage][at.group]) >> (2 * (at.lane & 3));
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
+    const unsigned valid = shared.valid[stage][at.group][j] >> (8 * (at.lane & 3));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = s[4 * j + i];
-      x = valid & (1u << (8 * j + (i & 1))) ? x * scale : -INFINITY;
+      x = valid & (1u << (4 * (i & 1))) ? x * scale : -INFINITY;
       top[i >> 1] = fmaxf(top[i >> 1], x);
     }
   }
@@ -311,12 +326,17 @@ __device__ __forceinline__ void mask_half(const AttentionShared& shared, int sta
   }
 }
 
+// Whether a maximum must be raised.
+__device__ __forceinline__ bool outgrown(const ConsumerState& state, const float (&top)[2]) {
+  return top[0] > state.maximum[0] + kRaise || top[1] > state.maximum[1] + kRaise;
+}
+
 // Raises the maxima to those of a tile where that is due, and brings accumulators and sums along.
 __device__ __forceinline__ void raise_maxima(ConsumerState& state, const float (&top)[2]) {
   float factor[2] = {1.0f, 1.0f};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (top[i] > state.maximum[i] + kRaise || state.maximum[i] == -INFINITY) {
+    if (top[i] > state.maximum[i] + kRaise) {
       // The first finite maximum meets accumulators that are zero.
       factor[i] = state.maximum[i] == -INFINITY ? 1.0f : exp2_fast(state.maximum[i] - top[i]);
       state.maximum[i] = top[i];
@@ -326,21 +346,46 @@ __device__ __forceinline__ void raise_maxima(ConsumerState& state, const float (
   if (__any_sync(kFullMask, factor[0] != 1.0f || factor[1] != 1.0f)) state.rescale(factor);
 }
 
-// Logits to probabilities in shared memory, summed as they were rounded.
-__device__ __forceinline__ void weigh_half(AttentionShared& shared, const ConsumerThread& at, const float (&s)[16],
-                                           ConsumerState& state) {
+// Logits to probabilities in shared memory; this thread's sums of them as they were rounded.
+__device__ __forceinline__ void weigh_half(AttentionShared& shared, int stage, const ConsumerThread& at,
+                                           const ConsumerState& state, const float (&s)[16], float (&sum)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float base = state.maximum[i] == -INFINITY ? 0.0f : state.maximum[i];
+    uint8_t* const row = shared.p[stage] + 4 * (at.lane & 3);
+    sum[i] = 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float even = exp2_fast(s[4 * j + 2 * i] - base), odd = exp2_fast(s[4 * j + 2 * i + 1] - base);
       const unsigned pair = pack_bf16(even, odd);
       const float2 rounded = unpack_bf16(pair);
-      state.sum[i] += rounded.x + rounded.y;
-      *reinterpret_cast<unsigned*>(shared.p + panel_offset(at.head + 8 * i, 4 * at.group + j) + 4 * (at.lane & 3)) = pair;
+      sum[i] += rounded.x + rounded.y;
+      *reinterpret_cast<unsigned*>(row + panel_offset(at.head + 8 * i, 4 * at.group + j)) = pair;
     }
   }
+  fence_async_shared();
+}
+
+// A half's logits become probabilities of both groups' maxima. Ends when both halves are there.
+__device__ __forceinline__ void weigh(AttentionShared& shared, int stage, const ConsumerThread& at, ConsumerState& state,
+                                      const float (&s)[16], float (&top)[2]) {
+  float sum[2];
+  weigh_half(shared, stage, at, state, s, sum);
+  if (ConsumerThread::any(outgrown(state, top))) {
+    // Once more, over maxima that both groups know.
+    if ((at.lane & 3) == 0) {
+      shared.maximum[at.group][at.head] = top[0];
+      shared.maximum[at.group][at.head + 8] = top[1];
+    }
+    ConsumerThread::all_meet();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], shared.maximum[1 - at.group][at.head + 8 * i]);
+    raise_maxima(state, top);
+    weigh_half(shared, stage, at, state, s, sum);
+    ConsumerThread::all_meet();
+  }
+  state.sum[0] += sum[0];
+  state.sum[1] += sum[1];
 }
 
 // o[64 heads x 256 channels] += the probabilities times the tile.
@@ -348,7 +393,7 @@ __device__ __forceinline__ void accumulate(AttentionShared& shared, int stage, i
   wgmma_registers(state.o[0]);
   wgmma_registers(state.o[1]);
   wgmma_fence();
-  const uint64_t weights = panel_descriptor(shared_address(shared.p));
+  const uint64_t weights = panel_descriptor(shared_address(shared.p[stage]));
 #pragma unroll
   for (int k = 0; k < kTileRows / 16; ++k) {
     const unsigned rows = shared_address(shared.rows[stage][k >> 1]) + 4 * group * kRowPanel + (k & 1) * 16 * 128;
@@ -376,17 +421,7 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
     wait_half<Rows>(shared, stage, at.group, parity);
     multiply_half(shared, stage, at.group, s);
     mask_half(shared, stage, at, p.scale, s, top);
-    if ((at.lane & 3) == 0) {
-      shared.maximum[at.group][at.head] = top[0];
-      shared.maximum[at.group][at.head + 8] = top[1];
-    }
-    ConsumerThread::all_meet();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], shared.maximum[other][at.head + 8 * i]);
-    raise_maxima(state, top);
-    weigh_half(shared, at, s, state);
-    fence_async_shared();
-    ConsumerThread::all_meet();
+    weigh(shared, stage, at, state, s, top);
     // The other group has met its half, so this does not wait; it orders that half before this group's products.
     wait_half<Rows>(shared, stage, other, parity);
     accumulate(shared, stage, at.group, state);
@@ -407,16 +442,22 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
 
 // ---- the end ----
 
-// Which block of a cluster finishes which heads, kShareHeads at a time.
+// Which block of a cluster of 2^bits finishes which heads, kShareHeads at a time.
 struct Shares {
-  int parts, rank, count;  // of the block's 64 heads: shares that hold any
+  int bits, rank, count;  // of the block's 64 heads: shares that hold any
 
-  __device__ __forceinline__ int owner(int share) const { return share * parts / count; }
+  __device__ __forceinline__ int parts() const { return 1 << bits; }
+  __device__ __forceinline__ int owned() const { return kShares >> bits; }  // by each block, whether or not they hold heads
+  __device__ __forceinline__ int owner(int share) const { return share * parts() / kShares; }
   __device__ __forceinline__ bool mine(int share) const { return share < count && owner(share) == rank; }
   // Where the share of a block lies in the owner's shared memory.
   __device__ __forceinline__ int slot(int share, int sender) const {
-    const int to = owner(share), first = (to * count + parts - 1) / parts;
-    return (share - first) * (parts - 1) + sender - (sender > to);
+    return share % owned() * (parts() - 1) + sender - (sender > owner(share));
+  }
+  // Bytes that the others send to this block.
+  __device__ __forceinline__ unsigned incoming() const {
+    const int held = min(max(count - rank * owned(), 0), owned());
+    return held * (parts() - 1) * (kShareBytes + kShareHeads * sizeof(float2));
   }
 };
 
@@ -426,35 +467,39 @@ __device__ __forceinline__ void send_shares(AttentionShared& shared, ConsumerSta
   const unsigned values = shared_address(shared.rows) + at.group * (kShareBytes / 2) + 16 * at.lane;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int share = 2 * at.warp + i;
-    if (share >= shares.count || shares.owner(share) == shares.rank) continue;
-    const int owner = shares.owner(share), slot = shares.slot(share, shares.rank);
+    const int share = 2 * at.warp + i, owner = shares.owner(share);
+    if (share >= shares.count || owner == shares.rank) continue;
+    const int slot = shares.slot(share, shares.rank);
+    const unsigned barrier = cluster_address(shared_address(&shared.received), owner);
     const unsigned target = cluster_address(values + slot * kShareBytes, owner);
 #pragma unroll
     for (int k = 0; k < 16; ++k) {
-      cluster_store(target + 512 * k, make_float4(state.value(i, k, 0), state.value(i, k, 1), state.value(i, k, 2),
-                                                  state.value(i, k, 3)));
+      cluster_send(target + 512 * k, make_float4(state.value(i, k, 0), state.value(i, k, 1), state.value(i, k, 2),
+                                                 state.value(i, k, 3)), barrier);
     }
     if (at.group == 0 && (at.lane & 3) == 0) {
       const unsigned stat = shared_address(&shared.stats[slot][at.lane >> 2]);
-      cluster_store(cluster_address(stat, owner), make_float2(state.maximum[i], state.sum[i]));
+      cluster_send(cluster_address(stat, owner), make_float2(state.maximum[i], state.sum[i]), barrier);
     }
   }
 }
 
 // Adds what the others sent of the heads that this block finishes.
-__device__ __forceinline__ void add_shares(const AttentionShared& shared, ConsumerState& state, const Shares& shares,
+__device__ __forceinline__ void add_shares(AttentionShared& shared, ConsumerState& state, const Shares& shares,
                                            const ConsumerThread& at) {
   const unsigned values = shared_address(shared.rows) + at.group * (kShareBytes / 2) + 16 * at.lane;
+  bool waited = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int share = 2 * at.warp + i;
     if (!shares.mine(share)) continue;
-    const int first = shares.slot(share, 0);
+    if (!waited) mbarrier_wait(&shared.received, 0);
+    waited = true;
+    const int others = shares.parts() - 1, first = share % shares.owned() * others;
     const float2* const stats = &shared.stats[first][at.lane >> 2];
     float top = state.maximum[i];
-    for (int other = 0; other < shares.parts - 1; ++other) top = fmaxf(top, stats[other * kShareHeads].x);
-    const auto weight_of = [&](float maximum) { return maximum == -INFINITY ? 0.0f : exp2f(maximum - top); };
+    for (int other = 0; other < others; ++other) top = fmaxf(top, stats[other * kShareHeads].x);
+    const auto weight_of = [&](float maximum) { return maximum == -INFINITY ? 0.0f : exp2_fast(maximum - top); };
     const float own = weight_of(state.maximum[i]);
     state.maximum[i] = top;
     state.sum[i] *= own;
@@ -464,7 +509,7 @@ __device__ __forceinline__ void add_shares(const AttentionShared& shared, Consum
       for (int c = 0; c < 4; ++c) state.value(i, k, c) *= own;
     }
 #pragma unroll 1
-    for (int other = 0; other < shares.parts - 1; ++other) {
+    for (int other = 0; other < others; ++other) {
       const float2 stat = stats[other * kShareHeads];
       const float weight = weight_of(stat.x);
       state.sum[i] += weight * stat.y;
@@ -485,20 +530,17 @@ template <typename Rows>
 __device__ __forceinline__ void store_heads(const AttentionParams<Rows>& p, AttentionShared& shared,
                                             ConsumerState& state, const Shares& shares, int token, int first_head,
                                             const ConsumerThread& at) {
+  if (!shares.mine(2 * at.warp) && !shares.mine(2 * at.warp + 1)) return;
   float factor[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int global_head = min(first_head + at.head + 8 * i, p.heads - 1);
-    factor[i] = normaliser(state.maximum[i], state.sum[i], p.sink[global_head]);
-  }
+  for (int i = 0; i < 2; ++i) factor[i] = normaliser(state.maximum[i], state.sum[i], shared.sink[at.head + 8 * i]);
   if (at.group == 1) {
-    const float* rope = rope_of(p, token);
 #pragma unroll
     for (int j = 24; j < 32; ++j) {
       const int pair = 4 * (j - 24) + (at.lane & 3);
       float(&o)[64] = state.o[1];
-      derotate(rope, pair, o[4 * (j - 16)], o[4 * (j - 16) + 1]);
-      derotate(rope, pair, o[4 * (j - 16) + 2], o[4 * (j - 16) + 3]);
+      derotate(shared.rope, pair, o[4 * (j - 16)], o[4 * (j - 16) + 1]);
+      derotate(shared.rope, pair, o[4 * (j - 16) + 2], o[4 * (j - 16) + 3]);
     }
   }
   // Through shared memory, so that a warp stores whole rows: [head][256 channels] of this group.
@@ -553,10 +595,10 @@ __device__ __forceinline__ void store_partial(const AttentionParams<Rows>& p, Co
   }
 }
 
-// Grid: (parts of a cluster x tokens, blocks of 64 heads, groups of clusters).
+// Grid: (2^bits parts of a cluster x tokens, blocks of 64 heads, groups of clusters).
 template <typename Rows>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
-    attention_kernel(const __grid_constant__ AttentionParams<Rows> p, const int parts) {
+    attention_kernel(const __grid_constant__ AttentionParams<Rows> p, const int bits) {
 #if DSV4_HOPPER
   extern __shared__ uint8_t raw_shared[];
   AttentionShared& shared =
@@ -564,8 +606,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   // Known to be the same in a warp, so that descriptors of products are computed once.
   const int lane = threadIdx.x & 31, block_warp = __shfl_sync(kFullMask, threadIdx.x >> 5, 0);
   const int warp = block_warp & 3, group = block_warp >> 2;
-  const int part = static_cast<int>(cluster_rank()), token = blockIdx.x / parts;
-  const int first_head = blockIdx.y * kBlockHeads;
+  const int token = blockIdx.x >> bits, first_head = blockIdx.y * kBlockHeads;
+  const Shares shares = {bits, static_cast<int>(cluster_rank()),
+                         (min(kBlockHeads, p.heads - first_head) + kShareHeads - 1) / kShareHeads};
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -573,30 +616,33 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
       mbarrier_init(&shared.full[i][1], kFullArrivals<Rows>);
       mbarrier_init(&shared.empty[i], 8);
     }
+    mbarrier_init(&shared.received, 1);
     mbarrier_init_fence();
+    mbarrier_expect(shared_address(&shared.received), shares.incoming());
   }
   grid_dependency_wait();
   if (group < 2) load_queries(p, shared, token, first_head);
   const int tiles = count_tiles(p.rows, token, &shared.last);
-  const int splits = parts * gridDim.z, split = blockIdx.z * parts + part;
-  const int begin = tiles * split / splits, end = tiles * (split + 1) / splits;
+  const unsigned split = (blockIdx.z << bits) + shares.rank;
+  const auto part = [&](unsigned i) {
+    return static_cast<int>(gridDim.z == 1 ? tiles * i >> bits : tiles * i / (gridDim.z << bits));
+  };
+  const int begin = part(split), end = part(split + 1);
 
   if (group >= 2) {
     // These leave early: a barrier of the cluster waits for nobody who left.
     lower_registers<kProducerRegisters>();
-    produce(p.rows, shared, token, begin, end, ProducerWarp(group - 2, warp, lane));
+    produce(p.rows, shared, token, begin, end, ProducerLane(group - 2, warp, lane));
   } else {
     raise_registers<kConsumerRegisters>();
     const ConsumerThread at(group, warp, lane);
     ConsumerState state;
     state.start();
-    wait_queries();
+    wait_queries(p, shared, token, first_head);
     consume(p, shared, state, begin, end, at);
-    const Shares shares = {parts, part, (min(kBlockHeads, p.heads - first_head) + kShareHeads - 1) / kShareHeads};
-    if (parts > 1) {
-      cluster_sync();  // no block reads its rows any more
+    if (bits > 0) {
+      cluster_meet();  // no block reads its rows any more
       send_shares(shared, state, shares, at);
-      cluster_sync();
       add_shares(shared, state, shares, at);
     }
     if (gridDim.z > 1) {

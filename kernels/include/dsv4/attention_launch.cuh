@@ -46,18 +46,25 @@ void launch_portable(const TensorView& anchor, const AttentionParams<Rows>& p, i
   launch(anchor, shape, portable::attention_kernel<kHeads, Rows>, p);
 }
 
-// parts > 0: the Hopper kernel with clusters of `parts` blocks, `splits` clusters a query. parts = 0: the portable one.
+inline LaunchShape hopper_shape(int tokens, int heads, int parts, int splits) {
+  LaunchShape shape;
+  shape.grid = dim3(tokens * parts, (heads + hopper::kBlockHeads - 1) / hopper::kBlockHeads, splits);
+  shape.block = dim3(hopper::kAttentionThreads);
+  shape.dynamic_smem = hopper::kAttentionShared;
+  shape.cluster = parts;
+  shape.overlap = true;
+  return shape;
+}
+
+// parts > 0: the Hopper kernel with clusters of `parts` blocks, 1, 2, 4 or 8, `splits` clusters a query. parts = 0: the
+// portable one.
 template <typename Rows>
 void launch_attention(const TensorView& anchor, const AttentionParams<Rows>& p, int parts, int splits) {
   if (p.num_tokens == 0 || p.heads == 0) return;
   if (parts > 0 && DSV4_ARCH == 90) {
-    LaunchShape shape;
-    shape.grid = dim3(p.num_tokens * parts, (p.heads + hopper::kBlockHeads - 1) / hopper::kBlockHeads, splits);
-    shape.block = dim3(hopper::kAttentionThreads);
-    shape.dynamic_smem = hopper::kAttentionShared;
-    shape.cluster = parts;
-    shape.overlap = true;
-    launch(anchor, shape, hopper::attention_kernel<Rows>, p, parts);
+    int bits = 0;
+    while ((1 << bits) < parts) ++bits;
+    launch(anchor, hopper_shape(p.num_tokens, p.heads, parts, splits), hopper::attention_kernel<Rows>, p, bits);
   } else if (p.heads <= 16) {
     launch_portable<16>(anchor, p, splits);
   } else if (p.heads <= 32 || shared_limit() < static_cast<int>(portable::shared_bytes<64>())) {

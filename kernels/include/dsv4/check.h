@@ -55,21 +55,14 @@ struct LaunchShape {
   bool overlap = false;
 };
 
-// Launches on torch's current stream. An empty grid is no launch: a step may hold no tokens.
-template <typename... Params, typename... Args>
-void launch(const TensorView& anchor, const LaunchShape& shape, void (*kernel)(Params...), Args&&... args) {
-  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
-  if (shape.dynamic_smem > 48 * 1024) {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.dynamic_smem)),
-               "cudaFuncSetAttribute");
-  }
+// What a launch on `stream` is configured by; `attributes` must live as long.
+inline cudaLaunchConfig_t launch_config(const LaunchShape& shape, cudaStream_t stream,
+                                        cudaLaunchAttribute (&attributes)[2]) {
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.dynamic_smem;
-  config.stream = current_stream(anchor);
-  cudaLaunchAttribute attributes[2] = {};
+  config.stream = stream;
   config.attrs = attributes;
   if (shape.cluster > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
@@ -83,7 +76,38 @@ void launch(const TensorView& anchor, const LaunchShape& shape, void (*kernel)(P
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
+  return config;
+}
+
+template <typename... Params>
+void allow_shared(const LaunchShape& shape, void (*kernel)(Params...)) {
+  if (shape.dynamic_smem > 48 * 1024) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shape.dynamic_smem)),
+               "cudaFuncSetAttribute");
+  }
+}
+
+// Launches on torch's current stream. An empty grid is no launch: a step may hold no tokens.
+template <typename... Params, typename... Args>
+void launch(const TensorView& anchor, const LaunchShape& shape, void (*kernel)(Params...), Args&&... args) {
+  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
+  allow_shared(shape, kernel);
+  cudaLaunchAttribute attributes[2] = {};
+  const cudaLaunchConfig_t config = launch_config(shape, current_stream(anchor), attributes);
   cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "kernel launch");
+}
+
+// How many clusters of this shape run at once on the current device.
+template <typename... Params>
+int clusters_at_once(LaunchShape shape, void (*kernel)(Params...)) {
+  allow_shared(shape, kernel);
+  shape.overlap = false;
+  cudaLaunchAttribute attributes[2] = {};
+  const cudaLaunchConfig_t config = launch_config(shape, nullptr, attributes);
+  int count = 0;
+  cuda_check(cudaOccupancyMaxActiveClusters(&count, kernel, &config), "cudaOccupancyMaxActiveClusters");
+  return count;
 }
 
 // Multiprocessors of the current device; asked once per device.

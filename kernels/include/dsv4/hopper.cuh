@@ -21,6 +21,22 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; true in all of them if `any` is in one.
+__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool any) {
+  unsigned found;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(found)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(any))
+      : "memory");
+  return found;
+}
+
 namespace hopper {
 
 // Makes shared memory written by ordinary stores visible to the tensor cores' own loads.
@@ -135,6 +151,13 @@ __device__ __forceinline__ unsigned cluster_rank() {
   return rank;
 }
 
+// The same where only initialised mbarriers are handed over (mbarrier_init_fence): it waits for no writes.
+__device__ __forceinline__ void cluster_meet() {
+#if DSV4_HOPPER
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_sync() {
 #if DSV4_HOPPER
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -150,15 +173,19 @@ __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned r
   return remote;
 }
 
-__device__ __forceinline__ void cluster_store(unsigned address, float4 v) {
+// To the shared memory of a block of the cluster, without waiting; its mbarrier counts the bytes that have arrived.
+__device__ __forceinline__ void cluster_send(unsigned address, float4 v, unsigned barrier) {
 #if DSV4_HOPPER
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
                : "memory");
 #endif
 }
-__device__ __forceinline__ void cluster_store(unsigned address, float2 v) {
+__device__ __forceinline__ void cluster_send(unsigned address, float2 v, unsigned barrier) {
 #if DSV4_HOPPER
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(v.x), "f"(v.y), "r"(barrier)
+               : "memory");
 #endif
 }
 

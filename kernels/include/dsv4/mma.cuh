@@ -71,7 +71,7 @@ __device__ __forceinline__ uint4 load_shared16(unsigned address) {
   return v;
 }
 __device__ __forceinline__ void store_shared16(unsigned address, const uint4& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+  asm volatile("st.volatile.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 __device__ __forceinline__ unsigned load_shared4(unsigned address) {
@@ -94,7 +94,9 @@ __device__ __forceinline__ uint4 load_once16(const void* pointer) {
                : "l"(pointer));
   return v;
 }
-// The same, zeros where `valid` is false. In one piece: a choice between a load and zeros would wait for the load.
+// From kOffset bytes further on, zeros where `valid` is false. In one piece: a choice between a load and zeros would wait
+// for the load. Volatile: the compiler keeps it among the stores (store_shared16), and does not leave it for last.
+template <int kOffset>
 __device__ __forceinline__ uint4 load_once16_if(const void* pointer, bool valid) {
   uint4 v;
   asm volatile(
@@ -105,10 +107,10 @@ __device__ __forceinline__ uint4 load_once16_if(const void* pointer, bool valid)
       "mov.b32 %1, 0;\n"
       "mov.b32 %2, 0;\n"
       "mov.b32 %3, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "@p ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4 + %6];\n"
       "}"
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(pointer), "r"(static_cast<int>(valid)));
+      : "l"(pointer), "r"(static_cast<int>(valid)), "n"(kOffset));
   return v;
 }
 __device__ __forceinline__ uint2 load8_if(const void* pointer, bool valid) {
