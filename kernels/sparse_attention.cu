@@ -29,10 +29,10 @@ void sparse_attention(TensorView q, TensorView window, TensorView window_rows, T
 
 // How many clusters of `parts` blocks of the Hopper kernel run at once: less than the multiprocessors have room for, as a
 // cluster stays within a part of the device.
-int64_t clusters_at_once(TensorView anchor, int64_t parts) {
+int64_t hopper_clusters(TensorView anchor, int64_t parts) {
   const DeviceGuard guard(anchor);
   if (parts == 1) return multiprocessors();
-  return dsv4::clusters_at_once(hopper_shape(multiprocessors(), 1, static_cast<int>(parts), 1),
+  return clusters_at_once(hopper_shape(multiprocessors(), 1, static_cast<int>(parts), 1),
                                 hopper::attention_kernel<PackedRows>);
 }
 
@@ -75,6 +75,6 @@ int64_t capture_id(TensorView anchor) {
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_attention, sparse_attention);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(clusters_at_once, clusters_at_once);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hopper_clusters, hopper_clusters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(capture_id, capture_id);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(derotate, derotate_output);

@@ -177,7 +177,8 @@ def sparse_attention_cuda(
 @functools.cache
 def clusters_at_once(device: int) -> tuple[int, ...]:
     """Clusters of the Hopper kernel that a device runs at a time, for each of CLUSTERS."""
-    count, anchor = jit.function("sparse_attention", "clusters_at_once", device), torch.empty(0, device=f"cuda:{device}")
+    count = jit.function("sparse_attention", "hopper_clusters", device)
+    anchor = torch.empty(0, device=torch.device("cuda", device))
     return tuple(count(anchor, parts) for parts in CLUSTERS)
 
 
