@@ -14,11 +14,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 // What a column holds, as loaded: asked for long before it is looked at, so nothing is computed from it here.
 struct Column {
-  unsigned low, high;  // high is 0 but for int64 columns
+  unsigned low = ~0u, high = 0;  // no row; high is 0 but for int64 columns
 
-  // Of int32, or of int64 (`wide`), at `at`; one that names no row where `real` is false.
-  static __device__ __forceinline__ Column fetch(const void* at, bool wide, bool real) {
-    return {load4_if(at, real, ~0u), load4_if(static_cast<const unsigned*>(at) + 1, real && wide, 0u)};
+  __device__ __forceinline__ void load(const int32_t* at, bool real) { load4_if(low, at, real); }
+  __device__ __forceinline__ void load(const int64_t* at, bool real) {
+    load4_if(low, at, real);
+    load4_if(high, reinterpret_cast<const unsigned*>(at) + 1, real);
   }
   // The row it names, -1 where it is masked or no such row exists.
   __device__ __forceinline__ int row(int64_t num_rows) const {
@@ -47,11 +48,19 @@ struct PackedRows {
   __device__ __forceinline__ int length(int token) const { return min(max(entry_lens[token], 0), num_entries); }
 
   __device__ __forceinline__ Column fetch(int token, int tile, int i, bool real = true) const {
-    const bool fixed = tile < kFixedTiles, wide = fixed && window_wide;
-    const int column = fixed ? tile * kTileRows + i : (tile - kFixedTiles) * kTileRows + i;
-    const int64_t at = (fixed ? window_stride : entry_stride) * token + column;
-    const auto* const columns = static_cast<const char*>(fixed ? window_rows : entry_rows);
-    return Column::fetch(columns + (at << (wide ? 3 : 2)), wide, real && (fixed || column < num_entries));
+    Column x;
+    if (tile < kFixedTiles) {
+      const int64_t at = token * window_stride + tile * kTileRows + i;
+      if (window_wide) {
+        x.load(static_cast<const int64_t*>(window_rows) + at, real);
+      } else {
+        x.load(static_cast<const int32_t*>(window_rows) + at, real);
+      }
+    } else {
+      const int column = (tile - kFixedTiles) * kTileRows + i;
+      x.load(entry_rows + token * entry_stride + column, real && column < num_entries);
+    }
+    return x;
   }
   __device__ __forceinline__ int row_of(const Column& x, int tile) const { return x.row(pool(tile).num_rows); }
   // Row of column i of a tile, -1 where there is none.
@@ -71,8 +80,10 @@ struct DenseRows {
   __device__ __forceinline__ bool knows_length() const { return false; }
   __device__ __forceinline__ int length(int) const { return num_columns; }
   __device__ __forceinline__ Column fetch(int token, int tile, int i, bool real = true) const {
+    Column x;
     const int at = tile * kTileRows + i;
-    return Column::fetch(indices + token * index_stride + at, false, real && at < num_columns);
+    x.load(indices + token * index_stride + at, real && at < num_columns);
+    return x;
   }
   __device__ __forceinline__ int row_of(const Column& x, int) const { return x.row(num_rows); }
   __device__ __forceinline__ int row(int token, int tile, int i) const { return row_of(fetch(token, tile, i), tile); }

@@ -57,11 +57,12 @@ static_assert(kAttentionShared <= 227 * 1024 && kMaxSlots * kShareBytes <= kStag
 constexpr int kWarpRows = 8;  // of a half tile in a producer warp
 
 // Four lanes take a row and one in four of its 16-byte units: seven of codes, one for each scale, and two of rotated
-// channels, even and odd, so that what eight lanes store together lies in eight different bank groups.
+// channels, even and odd, so that what eight lanes store together lies in eight different bank groups. Where there is no
+// row the one before stays, or zeros: what nobody weighs need only be finite if what is weighed is.
 struct PackedRow {
   static constexpr int kChunks = kNopeDim / kFp8Quant;
-  uint4 data[kChunks + 2];
-  uint2 scales;
+  uint4 data[kChunks + 2] = {};
+  uint2 scales = {};
 
   struct Source {
     const uint8_t *row, *scales;
@@ -79,13 +80,13 @@ struct PackedRow {
     }
   };
 
-  __device__ __forceinline__ void load_scales(const Source& from) { scales = load8_if(from.scales, from.real); }
+  __device__ __forceinline__ void load_scales(const Source& from) { load8_if(scales, from.scales, from.real); }
   template <int i>
   __device__ __forceinline__ void load(const Source& from, int quarter) {
     if constexpr (i < kChunks) {
-      data[i] = load_once16_if<kFp8Quant * i>(from.row + 16 * quarter, from.real);
+      load16_if<kFp8Quant * i>(data[i], from.row + 16 * quarter, from.real);
     } else {
-      data[i] = load_once16_if<kNopeDim + 16 * (i - kChunks)>(from.row + 32 * quarter, from.real);
+      load16_if<kNopeDim + 16 * (i - kChunks)>(data[i], from.row + 32 * quarter, from.real);
     }
   }
   template <int i = 0>
@@ -252,7 +253,7 @@ struct ConsumerState {
   }
 };
 
-// Asks for the queries, all of them by the consumers; wait_queries() ends it.
+// Asks for the queries, all of them by the consumers, and for the sinks.
 template <typename Rows>
 __device__ __forceinline__ void load_queries(const AttentionParams<Rows>& p, AttentionShared& shared, int token,
                                              int first_head) {
@@ -264,20 +265,17 @@ __device__ __forceinline__ void load_queries(const AttentionParams<Rows>& p, Att
     const __nv_bfloat16* source = p.q + token * p.q_stride + (first_head + (real ? head : 0)) * kHeadDim + 8 * unit;
     copy_async16(target + (unit >> 3) * kHeadPanel + panel_offset(head, unit & 7), source, real);
   }
+  if (threadIdx.x < kBlockHeads) {
+    const int head = min(first_head + static_cast<int>(threadIdx.x), p.heads - 1);
+    copy_async4(shared_address(&shared.sink[threadIdx.x]), p.sink + head);
+  }
   copy_async_commit();
 }
-// Also brings what the end needs.
-template <typename Rows>
-__device__ __forceinline__ void wait_queries(const AttentionParams<Rows>& p, AttentionShared& shared, int token,
-                                             int first_head) {
-  const int thread = threadIdx.x;
-  if (thread < kRopeDim) {
-    shared.rope[thread] = rope_of(p, token)[thread];
-  } else if (thread < kRopeDim + kBlockHeads) {
-    const int head = thread - kRopeDim;
-    shared.sink[head] = p.sink[min(first_head + head, p.heads - 1)];
-  }
-  copy_async_wait<0>();
+// Waits for the queries and asks for the rotation at `rope`, which is there once copy_async_wait<0>() has returned.
+__device__ __forceinline__ void wait_queries(AttentionShared& shared, const float* rope) {
+  if (threadIdx.x < kRopeDim) copy_async4(shared_address(&shared.rope[threadIdx.x]), rope + threadIdx.x);
+  copy_async_commit();
+  copy_async_wait<1>();
   fence_async_shared();
   ConsumerThread::all_meet();
 }
@@ -435,29 +433,30 @@ __device__ __forceinline__ void consume(const AttentionParams<Rows>& p, Attentio
     state.sum[i] += __shfl_xor_sync(kFullMask, state.sum[i], 2);
     if ((at.lane & 3) == 0) shared.sum[at.group][at.head + 8 * i] = state.sum[i];
   }
-  ConsumerThread::all_meet();  // also: no product reads queries or rows any more
+  copy_async_wait<0>();
+  ConsumerThread::all_meet();  // also: no product reads queries or rows any more, and the rotation is there
 #pragma unroll
   for (int i = 0; i < 2; ++i) state.sum[i] += shared.sum[other][at.head + 8 * i];
 }
 
 // ---- the end ----
 
-// Which block of a cluster of 2^bits finishes which heads, kShareHeads at a time.
+// Which block of a cluster of 2^bits finishes which heads, kShareHeads at a time: in turn, so that all warps take part.
 struct Shares {
   int bits, rank, count;  // of the block's 64 heads: shares that hold any
 
-  __device__ __forceinline__ int parts() const { return 1 << bits; }
-  __device__ __forceinline__ int owned() const { return kShares >> bits; }  // by each block, whether or not they hold heads
-  __device__ __forceinline__ int owner(int share) const { return share * parts() / kShares; }
+  __device__ __forceinline__ int others() const { return (1 << bits) - 1; }
+  __device__ __forceinline__ int owner(int share) const { return share & others(); }
   __device__ __forceinline__ bool mine(int share) const { return share < count && owner(share) == rank; }
-  // Where the share of a block lies in the owner's shared memory.
+  // Where in the owner's shared memory those that it is sent of a share begin, and that of a block.
+  __device__ __forceinline__ int first_slot(int share) const { return (share >> bits) * others(); }
   __device__ __forceinline__ int slot(int share, int sender) const {
-    return share % owned() * (parts() - 1) + sender - (sender > owner(share));
+    return first_slot(share) + sender - (sender > owner(share));
   }
   // Bytes that the others send to this block.
   __device__ __forceinline__ unsigned incoming() const {
-    const int held = min(max(count - rank * owned(), 0), owned());
-    return held * (parts() - 1) * (kShareBytes + kShareHeads * sizeof(float2));
+    const int held = max(count - rank + others(), 0) >> bits;
+    return held * others() * (kShareBytes + kShareHeads * sizeof(float2));
   }
 };
 
@@ -484,115 +483,95 @@ __device__ __forceinline__ void send_shares(AttentionShared& shared, ConsumerSta
   }
 }
 
-// Adds what the others sent of the heads that this block finishes.
-__device__ __forceinline__ void add_shares(AttentionShared& shared, ConsumerState& state, const Shares& shares,
-                                           const ConsumerThread& at) {
-  const unsigned values = shared_address(shared.rows) + at.group * (kShareBytes / 2) + 16 * at.lane;
-  bool waited = false;
+// Brings a head's accumulators, this block's and what others sent from `slot` on, to their common maximum; all are
+// multiplied with what `factor_of` makes of it and the common sum.
+template <typename Factor>
+__device__ __forceinline__ void merge_share(const AttentionShared& shared, ConsumerState& state, int i, int slot,
+                                            int others, const ConsumerThread& at, const Factor& factor_of) {
+  const float2* const stats = &shared.stats[slot][at.lane >> 2];
+  float top = state.maximum[i];
+  for (int other = 0; other < others; ++other) top = fmaxf(top, stats[other * kShareHeads].x);
+  const auto weight_of = [&](float maximum) { return maximum == -INFINITY ? 0.0f : exp2_fast(maximum - top); };
+  const float own = weight_of(state.maximum[i]);
+  float sum = own * state.sum[i];
+  for (int other = 0; other < others; ++other) {
+    const float2 stat = stats[other * kShareHeads];
+    sum += weight_of(stat.x) * stat.y;
+  }
+  state.maximum[i] = top;
+  state.sum[i] = sum;
+  const float factor = factor_of(top, sum), own_factor = own * factor;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int share = 2 * at.warp + i;
-    if (!shares.mine(share)) continue;
-    if (!waited) mbarrier_wait(&shared.received, 0);
-    waited = true;
-    const int others = shares.parts() - 1, first = share % shares.owned() * others;
-    const float2* const stats = &shared.stats[first][at.lane >> 2];
-    float top = state.maximum[i];
-    for (int other = 0; other < others; ++other) top = fmaxf(top, stats[other * kShareHeads].x);
-    const auto weight_of = [&](float maximum) { return maximum == -INFINITY ? 0.0f : exp2_fast(maximum - top); };
-    const float own = weight_of(state.maximum[i]);
-    state.maximum[i] = top;
-    state.sum[i] *= own;
+  for (int k = 0; k < 16; ++k) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) state.value(i, k, c) *= own_factor;
+  }
+  const unsigned values = shared_address(shared.rows) + at.group * (kShareBytes / 2) + 16 * at.lane + slot * kShareBytes;
+#pragma unroll 1
+  for (int other = 0; other < others; ++other) {
+    const float weight = weight_of(stats[other * kShareHeads].x) * factor;
 #pragma unroll
     for (int k = 0; k < 16; ++k) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) state.value(i, k, c) *= own;
-    }
-#pragma unroll 1
-    for (int other = 0; other < others; ++other) {
-      const float2 stat = stats[other * kShareHeads];
-      const float weight = weight_of(stat.x);
-      state.sum[i] += weight * stat.y;
-#pragma unroll
-      for (int k = 0; k < 16; ++k) {
-        const uint4 raw = load_shared16(values + (first + other) * kShareBytes + 512 * k);
-        state.value(i, k, 0) += weight * __uint_as_float(raw.x);
-        state.value(i, k, 1) += weight * __uint_as_float(raw.y);
-        state.value(i, k, 2) += weight * __uint_as_float(raw.z);
-        state.value(i, k, 3) += weight * __uint_as_float(raw.w);
-      }
+      const uint4 raw = load_shared16(values + other * kShareBytes + 512 * k);
+      state.value(i, k, 0) += weight * __uint_as_float(raw.x);
+      state.value(i, k, 1) += weight * __uint_as_float(raw.y);
+      state.value(i, k, 2) += weight * __uint_as_float(raw.z);
+      state.value(i, k, 3) += weight * __uint_as_float(raw.w);
     }
   }
 }
 
-// Normalises, derotates and stores the heads that this block finishes.
+// Derotates and stores a warp's eight heads 8 i further on, through shared memory, so that it stores whole rows.
 template <typename Rows>
-__device__ __forceinline__ void store_heads(const AttentionParams<Rows>& p, AttentionShared& shared,
-                                            ConsumerState& state, const Shares& shares, int token, int first_head,
-                                            const ConsumerThread& at) {
-  if (!shares.mine(2 * at.warp) && !shares.mine(2 * at.warp + 1)) return;
-  float factor[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) factor[i] = normaliser(state.maximum[i], state.sum[i], shared.sink[at.head + 8 * i]);
+__device__ __forceinline__ void store_share(const AttentionParams<Rows>& p, AttentionShared& shared, ConsumerState& state,
+                                            int i, int token, int first_head, const ConsumerThread& at) {
   if (at.group == 1) {
 #pragma unroll
     for (int j = 24; j < 32; ++j) {
-      const int pair = 4 * (j - 24) + (at.lane & 3);
       float(&o)[64] = state.o[1];
-      derotate(shared.rope, pair, o[4 * (j - 16)], o[4 * (j - 16) + 1]);
-      derotate(shared.rope, pair, o[4 * (j - 16) + 2], o[4 * (j - 16) + 3]);
+      derotate(shared.rope, 4 * (j - 24) + (at.lane & 3), o[4 * (j - 16) + 2 * i], o[4 * (j - 16) + 2 * i + 1]);
     }
   }
-  // Through shared memory, so that a warp stores whole rows: [head][256 channels] of this group.
-  uint8_t* const staged = shared.q + at.group * kBlockHeads * 512;
+  const int first = 16 * at.warp + kShareHeads * i;
+  const unsigned staged = shared_address(shared.q) + (at.group * kBlockHeads + first) * 512;  // [head][256 channels]
+  const unsigned matrix_row = staged + (at.lane & 7) * 512;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!shares.mine(2 * at.warp + i)) continue;
-    const int row = at.head + 8 * i;
+  for (int j = 0; j < 32; j += 4) {
+    unsigned pairs[4];
 #pragma unroll
-    for (int j = 0; j < 32; ++j) {
+    for (int m = 0; m < 4; ++m) {
       const float(&o)[64] = state.o[j >> 4];
-      *reinterpret_cast<unsigned*>(staged + row * 512 + ((j ^ (row & 7)) << 4) + 4 * (at.lane & 3)) =
-          pack_bf16(o[4 * (j & 15) + 2 * i] * factor[i], o[4 * (j & 15) + 2 * i + 1] * factor[i]);
+      pairs[m] = pack_bf16(o[4 * ((j + m) & 15) + 2 * i], o[4 * ((j + m) & 15) + 2 * i + 1]);
     }
+    store_matrices(matrix_row + (((j + (at.lane >> 3)) ^ (at.lane & 7)) << 4), pairs);
   }
-  __syncwarp();  // a warp reads only the heads it wrote
+  __syncwarp();
+  const int64_t head = static_cast<int64_t>(token) * p.heads + first_head + first;
+  __nv_bfloat16* target = p.out + head * kHeadDim + 256 * at.group + 8 * at.lane;
+  const int heads = min(kShareHeads, p.heads - first_head - first);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!shares.mine(2 * at.warp + i)) continue;
-    const int first = 16 * at.warp + 8 * i;
-#pragma unroll
-    for (int r = 0; r < kShareHeads; ++r) {
-      const int row = first + r;
-      if (first_head + row >= p.heads) break;
-      const uint4 v = *reinterpret_cast<const uint4*>(staged + row * 512 + ((at.lane ^ (row & 7)) << 4));
-      __nv_bfloat16* target = p.out + (static_cast<int64_t>(token) * p.heads + first_head + row) * kHeadDim;
-      *reinterpret_cast<uint4*>(target + 256 * at.group + 8 * at.lane) = v;
-    }
+  for (int row = 0; row < kShareHeads; ++row) {
+    if (row >= heads) break;
+    *reinterpret_cast<uint4*>(target + row * kHeadDim) = load_shared16(staged + row * 512 + ((at.lane ^ row) << 4));
   }
 }
 
-// Leaves the heads that this block finishes for combine_kernel, as the `split`-th of `splits`.
+// Leaves a warp's eight heads 8 i further on for combine_kernel, as the `split`-th of `splits`.
 template <typename Rows>
-__device__ __forceinline__ void store_partial(const AttentionParams<Rows>& p, ConsumerState& state, const Shares& shares,
-                                              int token, int first_head, int split, int splits,
-                                              const ConsumerThread& at) {
+__device__ __forceinline__ void store_partial(const AttentionParams<Rows>& p, ConsumerState& state, int i, int token,
+                                              int first_head, int split, int splits, const ConsumerThread& at) {
+  const int head = first_head + at.head + kShareHeads * i;
+  if (head >= p.heads) return;
+  const int64_t place = (static_cast<int64_t>(token) * p.heads + head) * splits + split;
+  float* const target = p.partial + place * kHeadDim + 256 * at.group + 2 * (at.lane & 3);
+  if (state.sum[i] > 0.0f) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int head = first_head + at.head + 8 * i;
-    if (!shares.mine(2 * at.warp + i) || head >= p.heads) continue;
-    const int64_t place = (static_cast<int64_t>(token) * p.heads + head) * splits + split;
-    float* const target = p.partial + place * kHeadDim + 256 * at.group + 2 * (at.lane & 3);
-    if (state.sum[i] > 0.0f) {
-#pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        const float(&o)[64] = state.o[j >> 4];
-        *reinterpret_cast<float2*>(target + 8 * j) =
-            make_float2(o[4 * (j & 15) + 2 * i], o[4 * (j & 15) + 2 * i + 1]);
-      }
+    for (int j = 0; j < 32; ++j) {
+      const float(&o)[64] = state.o[j >> 4];
+      *reinterpret_cast<float2*>(target + 8 * j) = make_float2(o[4 * (j & 15) + 2 * i], o[4 * (j & 15) + 2 * i + 1]);
     }
-    if (at.group == 0 && (at.lane & 3) == 0) p.partial_stat[place] = make_float2(state.maximum[i], state.sum[i]);
   }
+  if (at.group == 0 && (at.lane & 3) == 0) p.partial_stat[place] = make_float2(state.maximum[i], state.sum[i]);
 }
 
 // Grid: (2^bits parts of a cluster x tokens, blocks of 64 heads, groups of clusters).
@@ -620,35 +599,46 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     mbarrier_init_fence();
     mbarrier_expect(shared_address(&shared.received), shares.incoming());
   }
-  grid_dependency_wait();
-  if (group < 2) load_queries(p, shared, token, first_head);
-  const int tiles = count_tiles(p.rows, token, &shared.last);
-  const unsigned split = (blockIdx.z << bits) + shares.rank;
-  const auto part = [&](unsigned i) {
-    return static_cast<int>(gridDim.z == 1 ? tiles * i >> bits : tiles * i / (gridDim.z << bits));
+  const int splits = gridDim.z, split = blockIdx.z;
+  // Where the block's tiles begin (i = 0) and end (1).
+  const auto part = [&](int tiles, int i) {
+    const unsigned all = tiles * ((split << bits) + shares.rank + i);
+    return static_cast<int>(splits == 1 ? all >> bits : all / (splits << bits));
   };
-  const int begin = part(split), end = part(split + 1);
-
   if (group >= 2) {
     // These leave early: a barrier of the cluster waits for nobody who left.
     lower_registers<kProducerRegisters>();
-    produce(p.rows, shared, token, begin, end, ProducerLane(group - 2, warp, lane));
-  } else {
-    raise_registers<kConsumerRegisters>();
-    const ConsumerThread at(group, warp, lane);
-    ConsumerState state;
-    state.start();
-    wait_queries(p, shared, token, first_head);
-    consume(p, shared, state, begin, end, at);
-    if (bits > 0) {
-      cluster_meet();  // no block reads its rows any more
-      send_shares(shared, state, shares, at);
-      add_shares(shared, state, shares, at);
-    }
-    if (gridDim.z > 1) {
-      store_partial(p, state, shares, token, first_head, blockIdx.z, gridDim.z, at);
+    grid_dependency_wait();
+    const int tiles = count_tiles(p.rows, token, &shared.last);
+    produce(p.rows, shared, token, part(tiles, 0), part(tiles, 1), ProducerLane(group - 2, warp, lane));
+    return;
+  }
+  raise_registers<kConsumerRegisters>();
+  const ConsumerThread at(group, warp, lane);
+  ConsumerState state;
+  grid_dependency_wait();
+  load_queries(p, shared, token, first_head);
+  const float* const rope = rope_of(p, token);
+  const int tiles = count_tiles(p.rows, token, &shared.last);
+  state.start();
+  wait_queries(shared, rope);
+  consume(p, shared, state, part(tiles, 0), part(tiles, 1), at);
+  if (bits > 0) {
+    cluster_meet();  // no block reads its rows any more
+    send_shares(shared, state, shares, at);
+    if (shares.mine(2 * warp) || shares.mine(2 * warp + 1)) mbarrier_wait(&shared.received, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!shares.mine(2 * warp + i)) continue;
+    const auto factor_of = [&](float top, float sum) {
+      return splits > 1 ? 1.0f : normaliser(top, sum, shared.sink[at.head + kShareHeads * i]);
+    };
+    merge_share(shared, state, i, shares.first_slot(2 * warp + i), shares.others(), at, factor_of);
+    if (splits > 1) {
+      store_partial(p, state, i, token, first_head, split, splits, at);
     } else {
-      store_heads(p, shared, state, shares, token, first_head, at);
+      store_share(p, shared, state, i, token, first_head, at);
     }
   }
 #endif

@@ -23,6 +23,15 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], unsig
                : "memory");
 }
 
+// The same way back, since compute capability 9.0.
+__device__ __forceinline__ void store_matrices(unsigned address, const unsigned (&r)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+#endif
+}
+
 // d[16 x 8] += a[16 x 16] b[16 x 8]. Lane l holds of d: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile(
@@ -94,51 +103,39 @@ __device__ __forceinline__ uint4 load_once16(const void* pointer) {
                : "l"(pointer));
   return v;
 }
-// From kOffset bytes further on, zeros where `valid` is false. In one piece: a choice between a load and zeros would wait
-// for the load. Volatile: the compiler keeps it among the stores (store_shared16), and does not leave it for last.
+// Loads from kOffset bytes further on, leaving `v` as it is where `valid` is false. In one piece: a choice between a load
+// and something else would wait for the load. Volatile: the compiler keeps it among the stores (store_shared16), and does
+// not leave it for last.
 template <int kOffset>
-__device__ __forceinline__ uint4 load_once16_if(const void* pointer, bool valid) {
-  uint4 v;
+__device__ __forceinline__ void load16_if(uint4& v, const void* pointer, bool valid) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
       "@p ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4 + %6];\n"
       "}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "l"(pointer), "r"(static_cast<int>(valid)), "n"(kOffset));
-  return v;
 }
-__device__ __forceinline__ uint2 load8_if(const void* pointer, bool valid) {
-  uint2 v;
+__device__ __forceinline__ void load8_if(uint2& v, const void* pointer, bool valid) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %3, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n"
+      "@p ld.volatile.global.v2.u32 {%0, %1}, [%2];\n"
       "}"
-      : "=&r"(v.x), "=&r"(v.y)
+      : "+r"(v.x), "+r"(v.y)
       : "l"(pointer), "r"(static_cast<int>(valid)));
-  return v;
 }
-__device__ __forceinline__ unsigned load4_if(const void* pointer, bool valid, unsigned otherwise) {
-  unsigned v;
+__device__ __forceinline__ void load4_if(unsigned& v, const void* pointer, bool valid) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %2, 0;\n"
-      "mov.b32 %0, %3;\n"
-      "@p ld.global.nc.u32 %0, [%1];\n"
+      "@p ld.volatile.global.u32 %0, [%1];\n"
       "}"
-      : "=&r"(v)
-      : "l"(pointer), "r"(static_cast<int>(valid)), "r"(otherwise));
-  return v;
+      : "+r"(v)
+      : "l"(pointer), "r"(static_cast<int>(valid)));
 }
 __device__ __forceinline__ unsigned load_once4(const void* pointer) {
   unsigned v;
