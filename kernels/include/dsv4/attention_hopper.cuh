@@ -34,7 +34,7 @@ constexpr int kHalf = kPanels * kRowPanel;       // 32 rows x 512 channels
 constexpr float kRaise = 8.0f;                   // base-2 growth of a maximum that is let pass
 constexpr int kShareHeads = 8;                   // of the heads that a block of a cluster finishes
 constexpr int kShares = kBlockHeads / kShareHeads;
-constexpr int kShareBytes = kShareHeads * kHeadDim * sizeof(float);
+constexpr int kShareBytes = kShareHeads * kHeadDim * 2;  // half precision
 constexpr int kMaxSlots = 7;                     // shares that a block receives: 4 of 1 other, 2 of 3, 1 of 7
 
 struct AttentionShared {
@@ -44,6 +44,7 @@ struct AttentionShared {
   float maximum[2][kBlockHeads];
   float sum[2][kBlockHeads];
   float2 stats[kMaxSlots][kShareHeads];  // maxima and sums of other blocks
+  float units[kMaxSlots][2][32];         // what a lane's share of them is in
   float sink[kBlockHeads], rope[kRopeDim];
   unsigned valid[kStages][2][4];  // [stage][half][producer warp], bit 4 r: its row r exists
   uint64_t full[kStages][2], empty[kStages], received;
@@ -456,11 +457,30 @@ struct Shares {
   // Bytes that the others send to this block.
   __device__ __forceinline__ unsigned incoming() const {
     const int held = max(count - rank + others(), 0) >> bits;
-    return held * others() * (kShareBytes + kShareHeads * sizeof(float2));
+    return held * others() * (kShareBytes + kShareHeads * sizeof(float2) + 64 * sizeof(float));
   }
 };
 
-// Sends what this block has of the heads that others finish.
+// The power of two in which a lane sends accumulators, so that the largest lies in [2^14, 2^15) and everything above
+// 2^-28 of it is a normal number in half precision, and its inverse.
+struct Unit {
+  float unit, inverse;
+
+  __device__ __forceinline__ Unit(ConsumerState& state, int i) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) largest = fmaxf(largest, fabsf(state.value(i, k, c)));
+    }
+    const unsigned exponent = max(__float_as_uint(largest) >> 23, 15u);
+    unit = __uint_as_float((exponent - 14) << 23);
+    inverse = __uint_as_float((268 - exponent) << 23);
+  }
+};
+
+// Sends what this block has of the heads that others finish: what goes between multiprocessors takes longest, so in half
+// precision.
 __device__ __forceinline__ void send_shares(AttentionShared& shared, ConsumerState& state, const Shares& shares,
                                             const ConsumerThread& at) {
   const unsigned values = shared_address(shared.rows) + at.group * (kShareBytes / 2) + 16 * at.lane;
@@ -471,11 +491,16 @@ __device__ __forceinline__ void send_shares(AttentionShared& shared, ConsumerSta
     const int slot = shares.slot(share, shares.rank);
     const unsigned barrier = cluster_address(shared_address(&shared.received), owner);
     const unsigned target = cluster_address(values + slot * kShareBytes, owner);
+    const Unit in(state, i);
 #pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      cluster_send(target + 512 * k, make_float4(state.value(i, k, 0), state.value(i, k, 1), state.value(i, k, 2),
-                                                 state.value(i, k, 3)), barrier);
+    for (int k = 0; k < 16; k += 2) {
+      const auto pair = [&](int j, int c) {
+        return pack_f16(state.value(i, j, c) * in.inverse, state.value(i, j, c + 1) * in.inverse);
+      };
+      cluster_send(target + 256 * k, make_uint4(pair(k, 0), pair(k, 2), pair(k + 1, 0), pair(k + 1, 2)), barrier);
     }
+    const unsigned unit = shared_address(&shared.units[slot][at.group][at.lane]);
+    cluster_send(cluster_address(unit, owner), in.unit, barrier);
     if (at.group == 0 && (at.lane & 3) == 0) {
       const unsigned stat = shared_address(&shared.stats[slot][at.lane >> 2]);
       cluster_send(cluster_address(stat, owner), make_float2(state.maximum[i], state.sum[i]), barrier);
@@ -509,14 +534,18 @@ __device__ __forceinline__ void merge_share(const AttentionShared& shared, Consu
   const unsigned values = shared_address(shared.rows) + at.group * (kShareBytes / 2) + 16 * at.lane + slot * kShareBytes;
 #pragma unroll 1
   for (int other = 0; other < others; ++other) {
-    const float weight = weight_of(stats[other * kShareHeads].x) * factor;
+    const float in = shared.units[slot + other][at.group][at.lane];
+    const float weight = weight_of(stats[other * kShareHeads].x) * factor * in;
 #pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const uint4 raw = load_shared16(values + other * kShareBytes + 512 * k);
-      state.value(i, k, 0) += weight * __uint_as_float(raw.x);
-      state.value(i, k, 1) += weight * __uint_as_float(raw.y);
-      state.value(i, k, 2) += weight * __uint_as_float(raw.z);
-      state.value(i, k, 3) += weight * __uint_as_float(raw.w);
+    for (int k = 0; k < 16; k += 2) {
+      const uint4 raw = load_shared16(values + other * kShareBytes + 256 * k);
+      const unsigned pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float2 v = unpack_f16(pairs[pair]);
+        state.value(i, k + (pair >> 1), 2 * (pair & 1)) += weight * v.x;
+        state.value(i, k + (pair >> 1), 2 * (pair & 1) + 1) += weight * v.y;
+      }
     }
   }
 }

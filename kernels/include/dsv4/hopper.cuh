@@ -174,10 +174,10 @@ __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned r
 }
 
 // To the shared memory of a block of the cluster, without waiting; its mbarrier counts the bytes that have arrived.
-__device__ __forceinline__ void cluster_send(unsigned address, float4 v, unsigned barrier) {
+__device__ __forceinline__ void cluster_send(unsigned address, const uint4& v, unsigned barrier) {
 #if DSV4_HOPPER
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
                : "memory");
 #endif
 }
@@ -185,6 +185,13 @@ __device__ __forceinline__ void cluster_send(unsigned address, float2 v, unsigne
 #if DSV4_HOPPER
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(v.x), "f"(v.y), "r"(barrier)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_send(unsigned address, float v, unsigned barrier) {
+#if DSV4_HOPPER
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(v),
+               "r"(barrier)
                : "memory");
 #endif
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -56,6 +57,14 @@ __device__ __forceinline__ unsigned pack_relu_f16(float low, float high) {
   asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+
+// Two floats as half precision numbers, the first one low, and back.
+__device__ __forceinline__ unsigned pack_f16(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float2 unpack_f16(unsigned pair) { return __half22float2(*reinterpret_cast<__half2*>(&pair)); }
 
 // 16 bytes from global to shared memory without registers; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async16(unsigned shared, const void* global, bool valid = true) {
