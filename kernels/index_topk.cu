@@ -1,495 +1,121 @@
 // The entries with the highest scores, ascending by id; contract in sglang_dsv4/ops/index_topk.py.
 //
-// A block (a cluster of blocks where a row is longer than one holds and blocks are few) owns a row:
-//   1. Each thread loads up to 32 scores into registers, the scores of a warp being a run of ids.
-//   2. The threads' own highest scores are witnesses: a bound that at least k of them reach is reached by at least k
-//      scores. Halving the range of the bound's bits, a barrier that counts a step, comes close to the k-th of them.
-//   3. The scores that reach the bound, the survivors, are listed in the order of ids. Where they are too many for the
-//      list the range is halved further by counting all scores; where even equal scores are too many, those above and
-//      the first of the equal ones are listed.
-//   4. The k-th survivor is found by halving, a survivor or two a thread; prefix sums place what is selected.
-// Nothing depends on how scores are spread: there is no histogram to collide in. Rows of at most kList entries are their
-// own list; what is longer than a block holds is loaded again in each pass. NaN ranks below every number.
-// More than two rows a multiprocessor, as in prefill, stand in shared memory: dsv4/topk_staged.cuh.
+// A block owns a row. One that a block's registers hold, or those of a cluster of blocks where blocks are few, is loaded
+// once (dsv4/topk_held.cuh); a longer one in each pass (dsv4/topk_reloaded.cuh); more than two rows a multiprocessor, as in
+// prefill, stand in shared memory (dsv4/topk_staged.cuh). Nothing depends on how scores are spread: what is searched is
+// always bounded by ranks, and there is no histogram to collide in. NaN ranks below every number.
 #include "dsv4/check.h"
 #include "dsv4/grid.cuh"
 #include "dsv4/hopper.cuh"
 #include "dsv4/topk.cuh"
+#include "dsv4/topk_held.cuh"
+#include "dsv4/topk_reloaded.cuh"
 #include "dsv4/topk_staged.cuh"
-#include "dsv4/warp.cuh"
 
 namespace {
 
 using namespace dsv4;
 using namespace dsv4::topk;
 
-constexpr int kMaxCluster = 8;
-constexpr int kStep = 128;  // ids that a warp loads at once, four a lane
-constexpr int kMostSteps = 8, kSomeSteps = 4, kFewSteps = 2;  // steps that a warp holds of rows of three lengths
-
-template <int kThreads, int kSteps = kMostSteps>
-constexpr int kBlockHolds = 4 * kThreads * kSteps;
-
-struct Shared {
-  int list[kList];  // ids of survivors
-  int values[2][32];
-  unsigned lows[32], highs[32];
-  int part_values[2][kMaxCluster];
-  unsigned part_lows[kMaxCluster], part_highs[kMaxCluster];
-};
-
-// Sums and extremes over the threads that share a row, with kClustered those of several blocks. Every call has one
-// barrier of the block; the buffers that calls write alternate, so that none is needed before. No other call stands
-// between two of sum().
+// A block or, with kClustered, a cluster of 1 << `cluster_shift` blocks a row. `early_steps` are loaded whatever the row's
+// length is.
 template <int kThreads, bool kClustered>
-struct Team {
-  static constexpr int kWarps = kThreads / 32;
-  Shared& shared;
-  int lane, warp, part;
-  int blocks;  // of the row
-  int turn = 0;
-
-  __device__ __forceinline__ int parts() const { return kClustered ? blocks : 1; }
-
-  struct Sum {
-    int total;   // of all
-    int before;  // of the warps in front of this one, and of the parts in front of this block's
-  };
-
-  __device__ __forceinline__ Sum block_sum(int own) {
-    const int of_warp = __reduce_add_sync(kFullMask, own);
-    turn ^= 1;
-    if (lane == 0) shared.values[turn][warp] = of_warp;
-    __syncthreads();
-    const int value = lane < kWarps ? shared.values[turn][lane] : 0;
-    return {__reduce_add_sync(kFullMask, value), __reduce_add_sync(kFullMask, lane < warp ? value : 0)};
-  }
-
-  // Over all blocks of the row.
-  __device__ __forceinline__ Sum sum(int own) {
-    Sum result = block_sum(own);
-    if (parts() == 1) return result;
-    if (static_cast<int>(threadIdx.x) < blocks) {
-      const unsigned cell = shared_address(&shared.part_values[turn][part]);
-      hopper::cluster_store(hopper::cluster_address(cell, threadIdx.x), result.total);
-    }
-    hopper::cluster_sync();
-    const int of_part = lane < blocks ? shared.part_values[turn][lane] : 0;
-    result.total = __reduce_add_sync(kFullMask, of_part);
-    result.before += __reduce_add_sync(kFullMask, lane < part ? of_part : 0);
-    return result;
-  }
-
-  // The lowest `low` and the highest `high` of the block's threads. Once a row.
-  __device__ __forceinline__ void extremes(unsigned& low, unsigned& high) {
-    low = __reduce_min_sync(kFullMask, low);
-    high = __reduce_max_sync(kFullMask, high);
-    if (lane == 0) shared.lows[warp] = low, shared.highs[warp] = high;
-    __syncthreads();
-    low = __reduce_min_sync(kFullMask, lane < kWarps ? shared.lows[lane] : 0xffffffffu);
-    high = __reduce_max_sync(kFullMask, lane < kWarps ? shared.highs[lane] : 0u);
-  }
-
-  // The same over the row's blocks, whose threads agree. Once a row.
-  __device__ __forceinline__ void part_extremes(unsigned& low, unsigned& high) {
-    if (parts() == 1) return;
-    if (static_cast<int>(threadIdx.x) < blocks) {
-      const auto store = [&](unsigned& cell, unsigned value) {
-        hopper::cluster_store(hopper::cluster_address(shared_address(&cell), threadIdx.x), static_cast<int>(value));
-      };
-      store(shared.part_lows[part], low);
-      store(shared.part_highs[part], high);
-    }
-    hopper::cluster_sync();
-    low = __reduce_min_sync(kFullMask, lane < blocks ? shared.part_lows[lane] : 0xffffffffu);
-    high = __reduce_max_sync(kFullMask, lane < blocks ? shared.part_highs[lane] : 0u);
-  }
-};
-
-// Selects topk of n >= topk listed scores, of which a thread has `per` in a row, the first at threadIdx.x * per; `key` is
-// ordered(score). The k-th lies in `range`.
-template <int kPer, typename Team>
-__device__ __forceinline__ void select_listed(const Params& p, Team& team, int token, int request, int n, int per,
-                                              unsigned (&key)[kPer], const int (&id)[kPer], Range range) {
-  const int lane = team.lane, topk = p.topk, first = static_cast<int>(threadIdx.x) * per, base = first_of(p, token);
-  int stored[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    const bool real = i < per && first + i < n;
-    if (!real) key[i] = 0;  // below every number's
-    stored[i] = 0;
-    if (real) stored[i] = stored_as(p, request, base, id[i]);  // under way while the search goes on
-  }
-
-  int reach = n;  // that reach range.low
-  while (reach > topk && range.open()) {
-    const unsigned middle = range.middle();
-    int count;
-    if (per == 1) {
-      count = __syncthreads_count(key[0] >= middle);
-    } else {
-      int own = 0;
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) own += key[i] >= middle;
-      count = team.block_sum(own).total;
-    }
-    if (range.halve(count, topk)) reach = count;
-  }
-  const unsigned kth = range.low;
-  const int wanted = reach == topk ? topk : topk - range.above;  // of those that equal it, at most
-
-  int own = 0;  // above it, and from bit 16 on equal to it
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) own += key[i] > kth ? 1 : key[i] == kth ? 1 << 16 : 0;
-  const int upto = inclusive_sum(own, lane);
-  const int before = team.block_sum(own).before + upto - own;
-  int higher = before & 0xffff, equal = before >> 16;
-  int32_t* const out = p.out + token * p.out_stride;
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    const int place = higher + min(equal, wanted);
-    if (key[i] > kth) {
-      out[place] = stored[i];
-      ++higher;
-    } else if (key[i] == kth) {
-      if (equal < wanted) out[place] = stored[i];
-      ++equal;
-    }
-  }
-}
-
-// A part of a row: the scores of ids begin .. stop - 1, of which each warp has a run of `steps` steps.
-template <int kSteps>
-struct RowPart {
-  static constexpr int kHeld = 4 * kSteps;  // scores that a thread holds
-  const float* row;
-  int begin, stop, steps;
-  int lane;
-  bool aligned;
-
-  // Loads the lane's scores of kSteps steps of its warp's run from `first` on, -inf where there is none; bit i of the
-  // result says that score i is one of the row's.
-  __device__ __forceinline__ unsigned load(int first, float (&v)[kHeld]) const {
-    unsigned real = 0;
-    const float* const source = row + id(first, 0);
-    // Scores from the lane's first one to the end of the part, and of the warp's run.
-    const int left = min(stop - id(first, 0), (steps - first) * kStep - 4 * lane);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {  // nothing but loads, so that all are under way at once
-      const int count = min(left - step * kStep, 4);
-      float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-      if (count == 4 && aligned) x = *reinterpret_cast<const float4*>(source + step * kStep);
-      if (count > 0) real |= ((1u << count) - 1) << (4 * step);
-      v[4 * step] = x.x, v[4 * step + 1] = x.y, v[4 * step + 2] = x.z, v[4 * step + 3] = x.w;
-    }
-    if (!aligned || (left & (kStep - 1)) < 4) {  // where a row ends, less than four may be left
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const bool loaded = aligned && left - i / 4 * kStep >= 4;
-        if ((real >> i & 1) && !loaded) v[i] = source[i / 4 * kStep + i % 4];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) v[i] = number(v[i]);
-    return real;
-  }
-
-  // Of score i of a load from step `first` on.
-  __device__ __forceinline__ int id(int first, int i) const {
-    const int warp = static_cast<int>(threadIdx.x) >> 5;
-    return begin + (warp * steps + first + i / 4) * kStep + 4 * lane + i % 4;
-  }
-};
-
-// Bits of the scores that reach a bound, and of those that equal it.
-template <int kHeld>
-__device__ __forceinline__ unsigned reaching(const float (&v)[kHeld], float bound) {
-  unsigned mask = 0;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) mask |= static_cast<unsigned>(v[i] >= bound) << i;
-  return mask;
-}
-template <int kHeld>
-__device__ __forceinline__ unsigned equalling(const float (&v)[kHeld], float bound) {
-  unsigned mask = 0;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) mask |= static_cast<unsigned>(v[i] == bound) << i;
-  return mask;
-}
-
-// A byte a step: how many of the warp's marked scores stand in that step, and how many of those before this lane's.
-template <int kSteps>
-struct StepCounts {
-  unsigned long long totals, lower;
-
-  __device__ __forceinline__ StepCounts(unsigned mask, int lane) {
-    unsigned long long own = 0;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      own |= static_cast<unsigned long long>(__popc(mask >> (4 * step) & 15u)) << (8 * step);
-    }
-    const unsigned long long upto = inclusive_sum(own, lane);
-    totals = __shfl_sync(kFullMask, upto, 31);
-    lower = upto - own;
-  }
-  __device__ __forceinline__ int total(int step) const { return static_cast<int>(totals >> (8 * step) & 255u); }
-  __device__ __forceinline__ int before(int step) const { return static_cast<int>(lower >> (8 * step) & 255u); }
-};
-
-// Of the marked scores those whose rank, counted on from `before` in the order of ids, is below `limit`. Moves `before`
-// behind the warp's last one.
-template <int kSteps>
-__device__ __forceinline__ unsigned first_marked(unsigned mask, int limit, int lane, int& before) {
-  const StepCounts<kSteps> counts(mask, lane);
-  unsigned kept = 0;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    int rank = before + counts.before(step);
-#pragma unroll
-    for (int i = 4 * step; i < 4 * step + 4; ++i) {
-      if (!(mask >> i & 1)) continue;
-      kept |= static_cast<unsigned>(rank < limit) << i;
-      ++rank;
-    }
-    before += counts.total(step);
-  }
-  return kept;
-}
-
-// From the scores of a row of more than kList entries to the list of those that may be selected. With kOnce a block's
-// part of the row fits its registers and is loaded once, else in each pass.
-template <int kThreads, int kSteps, bool kOnce, bool kClustered>
-struct Survivors {
-  using Team = ::Team<kThreads, kClustered>;
-  using Row = RowPart<kSteps>;
-  Team& team;
-  const Row& row;
-  const int topk, rounds;
-  float v[Row::kHeld];
-  unsigned real;
-
-  __device__ __forceinline__ Survivors(Team& team, const Row& row, int topk)
-      : team(team), row(row), topk(topk), rounds(kOnce ? 1 : (row.steps + kSteps - 1) / kSteps) {
-    if (kOnce) real = row.load(0, v);
-  }
-  __device__ __forceinline__ void load(int round) {
-    if (!kOnce) real = row.load(kSteps * round, v);
-  }
-
-  // A range that holds the k-th score, by witnesses: each thread's highest score, and its second where half as many
-  // witnesses would be too few.
-  __device__ __forceinline__ Range witnessed() {
-    const int share = (topk + team.parts() - 1) / team.parts();  // of each block; together they witness topk
-    const bool pairs = share > kThreads / 2;
-    float high = -INFINITY, second = -INFINITY;
-    int held = 0;
-    for (int round = 0; round < rounds; ++round) {
-      load(round);
-      held += __popc(real);
-      if (pairs) {
-#pragma unroll
-        for (int i = 0; i < Row::kHeld; ++i) {
-          second = fmaxf(second, fminf(high, v[i]));
-          high = fmaxf(high, v[i]);
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < Row::kHeld; ++i) high = fmaxf(high, v[i]);
-      }
-    }
-    const int own = min(held, pairs ? 2 : 1);
-    const unsigned high_key = ordered(high), second_key = ordered(second);
-    Range range = {own > 1 ? second_key : own ? high_key : 0xffffffffu, high_key};
-    team.extremes(range.low, range.high);
-    unsigned highest = range.high;
-    if (team.block_sum(own).total < share) range.low = kLowest;
-    while (range.open()) {
-      const unsigned middle = range.middle();
-      int count = __syncthreads_count(high_key >= middle);
-      if (pairs) count += __syncthreads_count(second_key >= middle);
-      if (range.halve(count, share) && count <= share + share / 8) break;
-    }
-    team.part_extremes(range.low, highest);
-    return {range.low, highest};
-  }
-
-  // Halves `range` until no more than kList scores reach its low end, or it holds one value. Returns how many do.
-  __device__ __forceinline__ typename Team::Sum narrow(Range& range, unsigned& mask) {
-    const auto count = [&](unsigned key, unsigned& reached) {
-      int own = 0;
-      for (int round = 0; round < rounds; ++round) {
-        load(round);
-        reached = reaching(v, from_ordered(key)) & real;
-        own += __popc(reached);
-      }
-      return team.sum(own);
-    };
-    auto listed = count(range.low, mask);
-    while (listed.total > kList && range.open()) {
-      unsigned reached = 0;
-      const auto counted = count(range.middle(), reached);
-      if (range.halve(counted.total, topk)) listed = counted, mask = reached;
-    }
-    return listed;
-  }
-
-  // Lists the marked scores from place `at` of the first block's list on; moves `at` behind the warp's last one.
-  __device__ __forceinline__ void list(unsigned mask, int round, int& at) {
-    const StepCounts<kSteps> counts(mask, team.lane);
-    Shared& shared = team.shared;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      int place = at + counts.before(step);
-#pragma unroll
-      for (int i = 4 * step; i < 4 * step + 4; ++i) {
-        if (!(mask >> i & 1)) continue;
-        const int id = row.id(kSteps * round, i);
-        if constexpr (kClustered) {
-          hopper::cluster_store(hopper::cluster_address(shared_address(&shared.list[place]), 0), id);
-        } else {
-          shared.list[place] = id;
-        }
-        ++place;
-      }
-      at += counts.total(step);
-    }
-  }
-
-  // Lists what is above `kth` and the first `wanted` that equal it.
-  __device__ __forceinline__ void list_crowded(float kth, int wanted) {
-    const auto mark = [&](int& equals) {
-      const unsigned equal = equalling(v, kth) & real;
-      return (reaching(v, kth) & real & ~equal) | first_marked<kSteps>(equal, wanted, team.lane, equals);
-    };
-    int own = 0;
-    for (int round = 0; round < rounds; ++round) {
-      load(round);
-      own += __popc(equalling(v, kth) & real);
-    }
-    const int first = team.sum(own).before;
-    own = 0;
-    int equals = first;
-    for (int round = 0; round < rounds; ++round) {
-      load(round);
-      own += __popc(mark(equals));
-    }
-    int at = team.sum(own).before;
-    equals = first;
-    for (int round = 0; round < rounds; ++round) {
-      load(round);
-      list(mark(equals), round, at);
-    }
-  }
-
-  // Returns how many are listed, at least topk; the k-th lies in `range`.
-  __device__ __forceinline__ int list_all(Range& range) {
-    range = witnessed();
-    unsigned mask = 0;
-    const auto listed = narrow(range, mask);
-    const float low = from_ordered(range.low);
-    const bool crowded = listed.total > kList;
-    if (crowded) {
-      list_crowded(low, topk - range.above);
-    } else {
-      int at = listed.before;
-      for (int round = 0; round < rounds; ++round) {
-        load(round);
-        list(kOnce ? mask : reaching(v, low) & real, round, at);
-      }
-    }
-    if (team.parts() == 1) {
-      __syncthreads();
-    } else {
-      hopper::cluster_sync();
-    }
-    return crowded ? topk : listed.total;
-  }
-};
-
-// A row of at most kList entries. `early` is the score of the id that is the thread's number.
-template <int kThreads, typename Team>
-__device__ __forceinline__ void select_short(const Params& p, Team& team, int token, int request, int visible,
-                                             float early) {
-  constexpr int kPer = kList / kThreads;
-  const int per = visible > kThreads ? kPer : 1, first = static_cast<int>(threadIdx.x) * per;
-  const float* const row = p.scores + token * p.stride;
-  unsigned key[kPer];
-  int id[kPer];
-  Range range = {0xffffffffu, 0u};
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    id[i] = first + i;
-    const bool real = i < per && id[i] < visible;
-    key[i] = ordered(number(per == 1 ? early : real ? row[id[i]] : 0.0f));
-    if (real) range = {min(range.low, key[i]), max(range.high, key[i])};
-  }
-  team.extremes(range.low, range.high);
-  select_listed<kPer>(p, team, token, request, visible, per, key, id, range);
-}
-
-// A longer row.
-template <int kThreads, int kSteps, bool kOnce, bool kClustered>
-__device__ __forceinline__ void select_long(const Params& p, Team<kThreads, kClustered>& team, int token, int request,
-                                            int visible) {
-  constexpr int kPer = kList / kThreads;
-  // Runs of whole steps keep every lane's loads aligned.
-  const int share = ((visible + team.parts() - 1) / team.parts() + kStep - 1) / kStep * kStep;
-  const int begin = min(team.part * share, visible), stop = min(begin + share, visible);
-  const int steps = (stop - begin + kStep * team.kWarps - 1) / (kStep * team.kWarps);
-  const RowPart<kSteps> row = {p.scores + token * p.stride, begin, stop, steps, team.lane, p.aligned};
-  Range range;
-  const int n = Survivors<kThreads, kSteps, kOnce, kClustered>(team, row, p.topk).list_all(range);
-  if (team.part > 0) return;
-
-  const int per = n > kThreads ? kPer : 1, first = static_cast<int>(threadIdx.x) * per;
-  unsigned key[kPer];
-  int id[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    id[i] = i < per && first + i < n ? team.shared.list[first + i] : 0;
-    key[i] = ordered(number(row.row[id[i]]));
-  }
-  select_listed<kPer>(p, team, token, request, n, per, key, id, range);
-}
-
-// A block or, with kClustered, a cluster a row. With kLong a block's part may be longer than the block holds.
-template <int kThreads, bool kLong, bool kClustered>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
-    topk_kernel(const __grid_constant__ Params p, const int cluster) {
-  __shared__ __align__(16) Shared shared;
+    held_kernel(const __grid_constant__ Params p, const int cluster_shift, const int early_steps) {
+  extern __shared__ __align__(128) char memory[];
+  // What is looked at last of the one, while the other is begun, does not overlap.
+  static_assert(sizeof(HeldShared) % 16 == 0 && sizeof(ReloadedShared) <= offsetof(HeldShared, pages));
+  HeldShared& shared = *reinterpret_cast<HeldShared*>(memory);
+  float* const list = reinterpret_cast<float*>(memory + sizeof(HeldShared));
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
+  const int token = kClustered ? blockIdx.x >> cluster_shift : blockIdx.x;
+  const int part = kClustered ? blockIdx.x & ((1 << cluster_shift) - 1) : 0;
+  const bool few = kThreads == kFewThreads || thread < kFewThreads;
   grid_dependency_launch();
-  grid_dependency_wait();
-  const int token = blockIdx.x / cluster, part = blockIdx.x % cluster;
-  const int request = p.meta.request_of(token), visible = visible_of(p, token, request);
-  // On its way before the row's length is known; what lies behind the row is never looked at.
-  const float early = static_cast<int>(threadIdx.x) < p.width ? p.scores[token * p.stride + threadIdx.x] : 0.0f;
-  const int parts = visible > kBlockHolds<kThreads> ? cluster : 1;
-  if (part >= parts) return;
-  const int thread = static_cast<int>(threadIdx.x);
-  Team<kThreads, kClustered> team = {shared, thread & 31, thread >> 5, part, parts};
-  if (visible <= p.topk) {
-    select_all<kThreads>(p, token, request, visible);
-  } else if (visible <= kList) {
-    select_short<kThreads>(p, team, token, request, visible, early);
-  } else if (visible <= kBlockHolds<kThreads, kFewSteps>) {
-    select_long<kThreads, kFewSteps, true>(p, team, token, request, visible);
-  } else if (visible <= kBlockHolds<kThreads, kSomeSteps>) {
-    select_long<kThreads, kSomeSteps, true>(p, team, token, request, visible);
-  } else if (!kLong || visible <= kBlockHolds<kThreads> * parts) {
-    select_long<kThreads, kMostSteps, true>(p, team, token, request, visible);
-  } else {
-    select_long<kThreads, kMostSteps, false>(p, team, token, request, visible);
+  if (few) {
+#pragma unroll
+    for (int i = 0; i < kRounds * kWays; i += kFewThreads) {
+      (&shared.counts[0][0])[i + thread] = 0;
+      if (kClustered) (&shared.totals[0][0])[i + thread] = 0;
+    }
+    if (thread < 4) shared.overflow[thread] = 0;
   }
+  const float* const row = p.scores + token * p.stride;
+  const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(row) >> 2 & 3);
+  const float4* units = reinterpret_cast<const float4*>(row - skip) + thread;
+  asm volatile("" : "+l"(units));  // computed here, not behind the wait
+  grid_dependency_wait();
+
+  const int request = p.meta.request_of(token), visible = visible_of(p, token, request), base = first_of(p, token);
+  // What lies behind the row, and in front of it in its first unit, is never looked at.
+  float4 early[kEarlySteps];
+#pragma unroll
+  for (int step = 0; step < kEarlySteps; ++step) {
+    const int at = 4 * (step * kFewThreads + thread);
+    early[step] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    load_here_if(early[step], units + step * kFewThreads, step < early_steps && few && part == 0 && at < skip + p.width);
+  }
+  HeldPart held = {units, skip, skip + visible, 0};
+  if (visible <= p.topk) {
+    if (part == 0) select_all<kThreads>(p, token, request, visible);
+    return;
+  }
+  if (held.stop <= kBlockHolds<kFewThreads, kEarlySteps>) {
+    if (part > 0 || !few) return;
+    HeldTeam<kFewThreads, false> team = {shared, list, lane, warp, 0, 1};
+    if (held.stop <= kBlockHolds<kFewThreads, 1>) {
+      select_held<kFewThreads, 1>(p, team, token, request, held, base, early_steps, early);
+    } else if (held.stop <= kBlockHolds<kFewThreads, 2>) {
+      select_held<kFewThreads, 2>(p, team, token, request, held, base, early_steps, early);
+    } else {
+      select_held<kFewThreads, kEarlySteps>(p, team, token, request, held, base, early_steps, early);
+    }
+    return;
+  }
+  HeldTeam<kThreads, kClustered> team = {shared, list, lane, warp, part, 1};
+  int longest = held.stop;  // of the parts
+  if (longest <= kBlockHolds<kThreads>) {
+    if (part > 0) return;
+  } else if (kClustered) {
+    team.blocks = 1 << cluster_shift;
+    // Whole units, so that all parts but the first one begin where a unit does.
+    longest = ((held.stop + team.blocks - 1) / team.blocks + 3) & ~3;
+    const int from = min(part * longest, held.stop);
+    held = {units + from / 4, part == 0 ? skip : 0, min(longest, held.stop - from), part == 0 ? 0 : from - skip};
+  }
+  if (kClustered && longest <= kBlockHolds<kFewThreads, kEarlySteps>) {
+    if (!few) return;
+    HeldTeam<kFewThreads, kClustered> few_team = {shared, list, lane, warp, part, team.blocks};
+    select_held<kFewThreads, kEarlySteps>(p, few_team, token, request, held, base, part == 0 ? early_steps : 0, early);
+    return;
+  }
+  bool selected = false;
+  if (kThreads > kFewThreads && longest <= kBlockHolds<kThreads, 4>) {
+    selected = select_held<kThreads, 4>(p, team, token, request, held, base, 0, early);
+  } else if (longest <= kBlockHolds<kThreads>) {
+    selected = select_held<kThreads, kMostSteps>(p, team, token, request, held, base, 0, early);
+  }
+  if (selected) return;
+  ReloadedTeam<kThreads, kClustered> reloaded = {*reinterpret_cast<ReloadedShared*>(memory), lane, warp, part, team.blocks};
+  select_reloaded<kThreads, kClustered>(p, reloaded, token, request, visible);
 }
 
-template <int kThreads, bool kLong, bool kClustered>
-void launch_topk(const TensorView& out, const Params& p, int cluster) {
+template <int kThreads, bool kClustered>
+void launch_held(const TensorView& out, const Params& p, int cluster_shift = 0) {
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens) * cluster);
+  shape.grid = dim3(static_cast<unsigned>(p.meta.num_tokens) << cluster_shift);
   shape.block = dim3(kThreads);
-  shape.cluster = cluster;
+  shape.dynamic_smem = kHeldBytes<kThreads>;
+  shape.cluster = 1u << cluster_shift;
   shape.overlap = true;
-  launch(out, shape, topk_kernel<kThreads, kLong, kClustered>, p, cluster);
+  if (kThreads == kFewThreads) {  // two rows a multiprocessor, whatever share of the cache the driver would choose
+    cuda_check(cudaFuncSetAttribute(held_kernel<kThreads, kClustered>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared),
+               "cudaFuncSetAttribute");
+  }
+  // Loads that a row turns out not to need cost bandwidth, which many rows share; in a narrow buffer they are few.
+  const bool all = p.width <= kBlockHolds<kFewThreads, kEarlySteps> || p.meta.num_tokens <= 64;
+  launch(out, shape, held_kernel<kThreads, kClustered>, p, cluster_shift, all ? kEarlySteps : 1);
 }
 
 // More than two rows a multiprocessor, each in shared memory.
@@ -528,22 +154,22 @@ void index_topk(TensorView scores, TensorView out, TensorView first, bool physic
     launch_staged<128, 6>(out, p);
   } else if (many && staged_positions(p) <= kStagedHolds<256>) {
     launch_staged<256, 3>(out, p);
-  } else if (tokens > blocks && p.width <= kBlockHolds<512>) {  // two rows a multiprocessor: one works while the other waits
-    launch_topk<512, false, false>(out, p, 1);
-  } else if (p.width <= kBlockHolds<1024>) {
-    launch_topk<1024, false, false>(out, p, 1);
+  } else if (staged_positions(p) <= (tokens > blocks ? kBlockHolds<512> : kBlockHolds<512, kEarlySteps>)) {
+    launch_held<512, false>(out, p);  // two rows a multiprocessor, if there are as many
+  } else if (staged_positions(p) <= kBlockHolds<1024>) {
+    launch_held<1024, false>(out, p);
   } else {
     // As many blocks a row as still run at once; of larger clusters fewer fit. A buffer is as wide as a captured graph's
     // longest context, while most rows may be short.
-    int cluster = 1;
+    int shift = 0;
     if (DSV4_ARCH == 90) {
-      if (2 * tokens <= blocks) cluster = 2;
-      while (cluster > 1 && cluster < kMaxCluster && 2 * cluster * tokens <= blocks * 3 / 4) cluster *= 2;
+      if (2 * tokens <= blocks) shift = 1;
+      while (shift > 0 && 1 << shift < kMaxCluster && (2 << shift) * tokens <= blocks * 3 / 4) ++shift;
     }
-    if (cluster > 1) {
-      launch_topk<1024, true, true>(out, p, cluster);
+    if (shift > 0) {
+      launch_held<1024, true>(out, p, shift);
     } else {
-      launch_topk<1024, true, false>(out, p, 1);
+      launch_held<1024, false>(out, p);
     }
   }
 }

@@ -350,6 +350,7 @@ def distributions(rows: int, width: int, device, seed: int) -> dict[str, Tensor]
         "an outlier": outlier,
         "bunched": bunched,
         "an outlier over equals": torch.where(outlier == 1e9, outlier, whole),
+        "a few over equals": torch.where(normal > 2.9, normal, torch.zeros_like(normal)),
         "infinities and NaN": ends,
         "heavy tail": tail,
         "huge range": normal * 2e38,

@@ -202,6 +202,12 @@ __device__ __forceinline__ void cluster_store(unsigned address, int value) {
 #endif
 }
 
+__device__ __forceinline__ void cluster_add(unsigned address, int value) {
+#if DSV4_HOPPER
+  asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
+}
+
 // ---- register budget of a warpgroup ----
 
 template <int kRegisters>

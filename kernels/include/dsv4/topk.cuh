@@ -7,7 +7,7 @@ namespace dsv4::topk {
 
 constexpr int kList = 2048;  // survivors that a block lists
 constexpr int kCsaShift = 2;
-constexpr unsigned kLowest = 0x007fffffu;  // ordered(-inf)
+constexpr unsigned kLowest = 0x007fffffu, kZero = 0x80000000u;  // ordered(-inf), ordered(0)
 
 struct Params {
   StepMeta meta;
@@ -25,7 +25,7 @@ struct Params {
 // Order-preserving map of numbers to integers and back; both zeros are one value.
 __device__ __forceinline__ unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);
-  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+  return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 __device__ __forceinline__ float from_ordered(unsigned key) {
   return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));

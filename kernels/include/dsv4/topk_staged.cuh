@@ -29,7 +29,7 @@ namespace dsv4::topk {
 constexpr int kRun = 64;      // ids of a thread, at most
 constexpr int kSampled = 32;  // scores of the sample that a lane looks at
 constexpr int kFew = 32;      // keys among which ranks are counted at once
-constexpr unsigned kZero = 0x80000000u, kInfinity = 0xff800000u;  // ordered(0), ordered(inf)
+constexpr unsigned kInfinity = 0xff800000u;  // ordered(inf)
 
 template <int kThreads>
 constexpr int kStagedHolds = kThreads * kRun;
