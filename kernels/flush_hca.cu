@@ -5,14 +5,18 @@
 // Without clusters (before compute capability 9.0) one CTA takes all channels.
 //
 // Units of work, kSlices CTAs each:
-//   * the first few units share out the requests whose step completes a block begun before it: they pool that block
+//   * the first units share out the requests whose step completes a block begun before it: they pool that block
 //     from tail and step, then keep the rows of the unfinished one, which lie where rows just read lay. Reading before
 //     writing is what makes one CTA do both. In decode there is seldom such a request, so most find nothing;
 //   * one unit per 128 tokens: the block that ends there if all its rows stand in the step, and the rows to keep of
 //     all other requests, which no CTA reads.
-#include <cooperative_groups.h>
+//
+// A CTA of the second kind asks for rows of its 128 tokens before it knows whose they are: in a long prompt they are
+// its block, in decode the rows to keep. The step's metadata arrives behind them.
+#include <type_traits>
 
 #include "dsv4/check.h"
+#include "dsv4/cluster_sum.cuh"
 #include "dsv4/codecs.cuh"
 #include "dsv4/compress.cuh"
 #include "dsv4/grid.cuh"
@@ -23,178 +27,365 @@ namespace {
 using namespace dsv4;
 
 constexpr int kSlices = DSV4_ARCH >= 90 ? 8 : 1;
-constexpr int kThreads = kSlices > 1 ? 128 : 512;
+constexpr int kThreads = kSlices > 1 ? 1024 / kSlices : 512;
+// The 64 units of 8,192 tokens and those of their requests must run at once. With four CTAs of 128 threads a
+// multiprocessor an H200 holds 62 clusters of eight, not 66: the last three would start when others end.
+constexpr int kResident = kSlices > 1 ? 640 / kThreads : 1;
 constexpr int kChannels = kHeadDim / kSlices;
 constexpr int kLanes = kChannels / 4;            // threads that share a row
 constexpr int kRowGroups = kThreads / kLanes;    // rows in flight side by side
 constexpr int kThreadRows = kHcaRatio / kRowGroups;
-constexpr int kBatch = kSlices > 1 ? 8 : 4;     // rows that a thread loads before it uses the first
-constexpr int kRequestUnits = 32;                // at most; more would wait for a second wave at large batches
+constexpr int kHeld = 8;                         // rows that a thread asks for first
+constexpr int kUnderWay = 6;                     // and that it waits for later, when pooling takes registers too
+constexpr int kBatch = 2;                        // rows that a thread pools at once
+constexpr int kFinishers = kChannels / 2;        // threads that own two channels each of the pooled row
+constexpr int kRequestUnits = 64;                // at most; more would wait for a second wave at large batches
 constexpr int kRatioShift = 7;
-static_assert(kThreadRows % kBatch == 0 && kChannels <= kThreads && kThreads >= kHcaRatio);
+static_assert(kHeld % kBatch == 0 && kUnderWay % kBatch == 0 && kUnderWay <= kHeld &&
+              kThreadRows % kHeld == 0 && kThreads >= kHcaRatio && kFinishers % 32 == 0);
+
+// Which of the rows side by side is the thread's.
+__device__ __forceinline__ int row_group() { return static_cast<int>(threadIdx.x / kLanes); }
 
 struct Shared {
   alignas(16) float max[kRowGroups][kChannels];
   alignas(16) float sum[kRowGroups][kChannels];
   alignas(16) float value[kRowGroups][kChannels];
-  float squares[kChannels / 32];
-  float slice_squares;
-  float amax[kChannels / 32];
-  int found;
-  int num_resumed;
-  int resumed[kThreads];
+  ClusterSum<kHeadDim / 64, kSlices> squares;
+  // Of each of 128 tokens: where in the tail its row is kept (in floats), or -1, and its offset in its block.
+  int64_t targets[kHcaRatio];
   int offsets[kHcaRatio];
+  // The token of these that ends a block of the step, or -1, and that block.
+  int end;
+  int end_request;
+  int end_block;
+  int touched[kThreads];  // what touch_ape() copies
 };
 
-// Where a row of the block lies: in the step from `first_token` on, or in the tail.
-template <typename T>
-struct Input {
-  const T* x;         // at the thread's channels
-  int64_t stride;
-  const float* ape;   // at the thread's channels
+// C and Z of four channels of one token, as loaded: bfloat16 pairs lie in x and y.
+struct Held {
+  float4 c;
+  float4 z;
+};
 
-  __device__ __forceinline__ Row4 row(int token, int offset) const {
-    const T* source = x + token * stride;
-    return {load4(source), add4(load4(source + kHeadDim), load4(ape + offset * kHeadDim))};
+// Rows are read once: they pass the L1 cache by, so that ape stays in it. The assembler may move these loads, but not
+// across __syncwarp(), as it may constant ones: left alone it puts off half of them to save registers.
+__device__ __forceinline__ float4 fetch(const float* source) {
+  float4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 fetch8(const void* source) {
+  float2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(source) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 fetch(const __nv_bfloat16* source) {
+  const float2 v = fetch8(source);
+  return make_float4(v.x, v.y, 0.0f, 0.0f);
+}
+// The same for a row that may lie in the tail instead. One load for both places, at an address that depends: of two,
+// only one of which is made, the registers would be taken from the kernel's start.
+__device__ __forceinline__ Held fetch_either(bool in_tail, const float* kept, const float* source) {
+  const float* row = in_tail ? kept : source;
+  return {fetch(row), fetch(row + kHeadDim)};
+}
+__device__ __forceinline__ Held fetch_either(bool in_tail, const float* kept, const __nv_bfloat16* source) {
+  const void* row = in_tail ? static_cast<const void*>(kept) : source;
+  const void* scores = in_tail ? static_cast<const void*>(kept + kHeadDim) : source + kHeadDim;
+  const int more = in_tail ? 8 : 0;  // the bytes of float32 behind those of bfloat16
+  const auto both = [more](const void* at) {
+    const float2 low = fetch8(at), high = fetch8(static_cast<const char*>(at) + more);
+    return make_float4(low.x, low.y, high.x, high.y);
+  };
+  return {both(row), both(scores)};
+}
+
+template <typename T>
+__device__ __forceinline__ float4 widen(float4 held) {
+  if constexpr (std::is_same_v<T, float>) {
+    return held;
+  } else {
+    const float2 low = unpack_bf16(__float_as_uint(held.x)), high = unpack_bf16(__float_as_uint(held.y));
+    return make_float4(low.x, low.y, high.x, high.y);
+  }
+}
+
+template <typename T>
+struct Step {
+  const T* x;
+  const float* ape;
+  float* tail;
+  int channel;  // first of the thread's four
+  int64_t stride;
+  int64_t tail_stride;
+  int64_t num_tail_rows;
+  RowPool<MainFp8> entries;
+};
+
+// A thread's rows of 128 consecutive tokens, of which `tokens` exist: 0, 1, ... in that order.
+template <typename T>
+struct Window {
+  static constexpr int kFirst = kHeld;
+  const T* x;  // at the thread's next row
+  int64_t stride;
+  int tokens;
+
+  __device__ __forceinline__ Window(const Step<T>& step, int first, int end)
+      : x(step.x + step.channel + (first + row_group()) * step.stride),
+        stride(kRowGroups * step.stride),
+        tokens(end - first - row_group()) {}
+
+  __device__ __forceinline__ void load(Held& held, int) {
+    held = {fetch(x), fetch(x + kHeadDim)};
+    x += stride;
+  }
+  __device__ __forceinline__ void load_if_any(Held& held, int row) {
+    if (row * kRowGroups < tokens) held = {fetch(x), fetch(x + kHeadDim)};
+    x += stride;
+  }
+  // Asks for the next rows, which stand at `row`.
+  __device__ __forceinline__ void prefetch(int row) const {
+#pragma unroll 1
+    for (int j = 0; j < kHeld && row + j < kThreadRows && (row + j) * kRowGroups < tokens; ++j) {
+      prefetch_l2(x + j * stride);
+      prefetch_l2(x + j * stride + kHeadDim);
+    }
+  }
+  // C and Z, once `held` has arrived, and what is still to be added to Z.
+  __device__ __forceinline__ Row4 values(const Held& held, int) const { return {widen<T>(held.c), widen<T>(held.z)}; }
+  __device__ __forceinline__ float4 addend(const float* ape, int) const { return load4(ape); }
+};
+
+// A thread's rows of a block whose first `kept` rows lie in the tail, ape added; in order likewise.
+template <typename T>
+struct Resumed {
+  static constexpr int kFirst = kUnderWay;
+  const T* x;  // at the thread's next row, were it in the step
+  const float* tail;
+  int64_t stride;
+  int kept;
+
+  __device__ __forceinline__ Resumed(const Step<T>& step, const float* tail, int kept, int first_token)
+      : x(step.x + step.channel + (first_token - kept + row_group()) * step.stride),
+        tail(tail + row_group() * (2 * kHeadDim)),
+        stride(kRowGroups * step.stride),
+        kept(kept - row_group()) {}
+
+  __device__ __forceinline__ bool stands(int row) const { return row * kRowGroups < kept; }
+  __device__ __forceinline__ void load(Held& held, int row) {
+    held = fetch_either(stands(row), tail + row * (kRowGroups * 2 * kHeadDim), x);
+    x += stride;
+  }
+  __device__ __forceinline__ Row4 values(const Held& held, int row) const {
+    return stands(row) ? Row4{held.c, held.z} : Row4{widen<T>(held.c), widen<T>(held.z)};
+  }
+  __device__ __forceinline__ float4 addend(const float* ape, int row) const {
+    return stands(row) ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : load4(ape);  // x + -0 is x, whatever x
   }
 };
 
-// Sum of all slices' `own`, the same in every CTA of the unit. The caller ends with leave_slices(), before which no CTA
-// may leave: the others read its shared memory.
-__device__ __forceinline__ float sum_of_slices(Shared& shared, float own) {
-#if DSV4_ARCH >= 90
-  namespace cg = cooperative_groups;
-  cg::cluster_group cluster = cg::this_cluster();
-  if (threadIdx.x == 0) shared.slice_squares = own;
-  cluster.sync();
-  float parts[kSlices], total = 0.0f;
+// Brings the slice of ape, from offset `kept` on, to the L1 cache, where its CTAs on this multiprocessor share it: a
+// word per sector is copied and never read, for which no register has to wait. Without slices it would not fit.
+template <typename T>
+__device__ __forceinline__ void touch_ape(Shared& shared, const Step<T>& step, int kept) {
+  constexpr int kSector = 8, kRowSectors = kChannels / kSector;  // floats of a sector, sectors of a row
+  constexpr int kRows = kThreads / kRowSectors;                  // touched at once
+  if constexpr (kSlices > 1) {
+    const int row = static_cast<int>(threadIdx.x / kRowSectors);
+    const int slice_channel = step.channel - static_cast<int>(4 * (threadIdx.x % kLanes));
+    const int channel = slice_channel + static_cast<int>(kSector * (threadIdx.x % kRowSectors));
+    const float* source = step.ape + channel + row * kHeadDim;
+    const unsigned target = shared_address(&shared.touched[threadIdx.x]);
 #pragma unroll
-  for (int rank = 0; rank < kSlices; ++rank) parts[rank] = *cluster.map_shared_rank(&shared.slice_squares, rank);
-#pragma unroll
-  for (int rank = 0; rank < kSlices; ++rank) total += parts[rank];
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  return total;
-#else
-  (void)shared;
-  return own;
-#endif
-}
-
-__device__ __forceinline__ void leave_slices() {
-#if DSV4_ARCH >= 90
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Pools the thread's rows of the block, kBatch at a time. kResumed: tail rows serve the offsets below `kept`.
-template <bool kResumed, typename T>
-__device__ __forceinline__ void pool_block(const Input<T>& input, const float* tail, int kept, int base_token,
-                                           Pooled (&pooled)[4]) {
-  const int group = threadIdx.x / kLanes;
-  const T* source = input.x + static_cast<int64_t>(base_token + group) * input.stride;
-  const float* ape = input.ape + group * kHeadDim;
-  const int64_t step = kRowGroups * input.stride;
-#pragma unroll
-  for (int batch = 0; batch < kThreadRows; batch += kBatch) {
-    Row4 rows[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int offset = (batch + j) * kRowGroups + group;
-      if (!kResumed || offset >= kept) {
-        rows[j] = {load4(source), load4(source + kHeadDim)};
-      } else {
-        rows[j] = {load4(tail + offset * 2 * kHeadDim), load4(tail + offset * 2 * kHeadDim + kHeadDim)};
-      }
-      source += step;
+    for (int i = 0; i < kHcaRatio / kRows; ++i) {
+      asm volatile(
+          "{\n"
+          ".reg .pred p;\n"
+          "setp.ge.s32 p, %2, %3;\n"
+          "@p cp.async.ca.shared.global [%0], [%1], 4;\n"
+          "}" ::"r"(target),
+          "l"(source + i * kRows * kHeadDim), "r"(row + i * kRows), "r"(kept)
+          : "memory");
     }
-    // Behind a fence for the compiler: registers are for rows under way, ape waits in a cache.
-    asm volatile("" ::: "memory");
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void load_tokens(Window<T>& rows, Held (&held)[kHeld]) {
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) rows.load_if_any(held[j], j);
+}
+template <typename Rows>
+__device__ __forceinline__ void load_first(Rows& rows, Held (&held)[kHeld]) {
+#pragma unroll
+  for (int j = 0; j < Rows::kFirst; ++j) rows.load(held[j], j);
+}
+
+// Pools the thread's rows of a block. The first are under way in `held`; rows that are pooled make room for others.
+template <typename Rows>
+__device__ __forceinline__ void pool_block(Rows& rows, const float* ape, Held (&held)[kHeld],
+                                           Pooled (&pooled)[4]) {
+  ape += row_group() * kHeadDim;
+#pragma unroll
+  for (int row = 0; row < kThreadRows; row += kBatch) {
+    Row4 batch[kBatch];
+    __syncwarp();  // registers are for rows under way, the rest of ape waits in a cache
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) batch[j].z = rows.addend(ape + (row + j) * kRowGroups * kHeadDim, row + j);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int offset = (batch + j) * kRowGroups + group;
-      if (!kResumed || offset >= kept) rows[j].z = add4(rows[j].z, load4(ape + (batch + j) * kRowGroups * kHeadDim));
+      const Row4 arrived = rows.values(held[(row + j) % kHeld], row + j);
+      batch[j] = {arrived.c, add4(arrived.z, batch[j].z)};
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float c[kBatch], z[kBatch];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) c[j] = component(rows[j].c, i), z[j] = component(rows[j].z, i);
-      const Pooled part = pool_rows(c, z);
-      pooled[i] = batch == 0 ? part : merge(pooled[i], part);
+      for (int j = 0; j < kBatch; ++j) c[j] = component(batch[j].c, i), z[j] = component(batch[j].z, i);
+      if (row == 0) {
+        pooled[i] = pool_rows(c, z);
+      } else {
+        pool_more(pooled[i], c, z);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int next = row + j + kUnderWay;
+      if (next >= Rows::kFirst && next < kThreadRows) rows.load(held[next % kHeld], next);
     }
   }
 }
 
-// Pools one block and stores its entry. All threads of the unit call it.
-template <bool kResumed, typename T>
-__device__ __forceinline__ void make_entry(Shared& shared, const Input<T>& input, const float* tail, int kept,
-                                           int base_token, int slice, int64_t start, int64_t row,
-                                           const Compressor& weights, const RowPool<MainFp8>& entries) {
-  const int thread = threadIdx.x;
-  const bool owns = thread < kChannels;  // a channel, once the rows are pooled
-  const int warp = thread >> 5, lane = thread & 31;
-  const int channel = slice * kChannels + thread;
-  const bool is_rope = owns && channel >= kNopeDim;
-  float norm = 0.0f;
-  float2 turn = {};
-  if (owns) norm = weights.weight(channel);
-  if (is_rope) turn = rotation(weights, start, (channel - kNopeDim) >> 1);
-  {
-    Pooled pooled[4];
-    pool_block<kResumed>(input, tail, kept, base_token, pooled);
-    const int group = thread / kLanes, lane_channel = 4 * (thread % kLanes);
-    store4(&shared.max[group][lane_channel], make_float4(pooled[0].max, pooled[1].max, pooled[2].max, pooled[3].max));
-    store4(&shared.sum[group][lane_channel], make_float4(pooled[0].sum, pooled[1].sum, pooled[2].sum, pooled[3].sum));
-    store4(&shared.value[group][lane_channel],
-           make_float4(pooled[0].value, pooled[1].value, pooled[2].value, pooled[3].value));
-  }
-  __syncthreads();
+// What the end of an entry needs besides the pooled row: asked for before that is complete.
+struct Ending {
+  int page;
+  uint2 norm;
+  float2 turn;
+};
 
-  float x = 0.0f;
-  if (owns) {
-    float top = shared.max[0][thread], sum = 0.0f, value = 0.0f;
-#pragma unroll
-    for (int g = 1; g < kRowGroups; ++g) top = fmaxf(top, shared.max[g][thread]);
-#pragma unroll
-    for (int g = 0; g < kRowGroups; ++g) {
-      const float weight = exp2_fast(__fsub_rn(shared.max[g][thread], top));
-      sum = fmaf(weight, shared.sum[g][thread], sum);
-      value = fmaf(weight, shared.value[g][thread], value);
-    }
-    x = __fdividef(value, sum);
-    const float squares = warp_sum(__fmul_rn(x, x));
-    if (lane == 0) shared.squares[warp] = squares;
-  }
-  __syncthreads();
-  float squares = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kChannels / 32; ++w) squares += shared.squares[w];
-  squares = sum_of_slices(shared, squares);
+__device__ __forceinline__ Ending load_ending(const StepMeta& meta, const Compressor& weights, int request, int block,
+                                              int channel) {
+  Ending ending = {};
+  ending.page = meta.entry_page(request, block, kRatioShift);
+  ending.norm = weights.weight2_words(channel);
+  if (channel >= kNopeDim) ending.turn = rotation(weights, int64_t{kHcaRatio} * block, (channel - kNopeDim) >> 1);
+  return ending;
+}
 
-  if (owns) {
-    const float scale = rsqrtf(fmaf(squares, 1.0f / kHeadDim, weights.eps));
-    x = __fmul_rn(__fmul_rn(x, scale), norm);
-    float amax = fabsf(x);
+// The pooled values of two channels of the slice, from those of all row groups.
+__device__ __forceinline__ float2 merge_groups(const Shared& shared, int channel) {
+  const auto at = [channel](const float (&row)[kChannels]) { return *reinterpret_cast<const float2*>(&row[channel]); };
+  float2 top = at(shared.max[0]), sum = {}, value = {};
 #pragma unroll
-    for (int step = 16; step > 0; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, step));
-    if (lane == 0) shared.amax[warp] = amax;
+  for (int g = 1; g < kRowGroups; ++g) {
+    const float2 max = at(shared.max[g]);
+    top = make_float2(fmaxf(top.x, max.x), fmaxf(top.y, max.y));
   }
-  __syncthreads();
-  leave_slices();
-  if (!owns || !entries.contains(row)) return;
-  if (!is_rope) {
-    const int code = fp8_scale_code(fmaxf(shared.amax[warp & ~1], shared.amax[warp | 1]));
-    entries.data(row)[channel] = static_cast<uint8_t>(e4m3_encode2(x * ue8m0_inverse(code), 0.0f));
+#pragma unroll
+  for (int g = 0; g < kRowGroups; ++g) {
+    const float2 max = at(shared.max[g]), group_sum = at(shared.sum[g]), group_value = at(shared.value[g]);
+    const float2 weight = make_float2(exp2_fast(__fsub_rn(max.x, top.x)), exp2_fast(__fsub_rn(max.y, top.y)));
+    sum = make_float2(fmaf(weight.x, group_sum.x, sum.x), fmaf(weight.y, group_sum.y, sum.y));
+    value = make_float2(fmaf(weight.x, group_value.x, value.x), fmaf(weight.y, group_value.y, value.y));
+  }
+  return make_float2(__fdividef(value.x, sum.x), __fdividef(value.y, sum.y));
+}
+
+// Stores two channels of a normalised row; a warp holds the 64 that share a scale, or the rotated ones.
+__device__ __forceinline__ void store_pair(const RowPool<MainFp8>& entries, int64_t row, int channel, float2 x,
+                                           float2 turn) {
+  if (!entries.contains(row)) return;
+  uint8_t* data = entries.data(row);
+  if (channel < kNopeDim) {
+    // Of values that are not negative the bits are ordered as they are.
+    const unsigned amax = __reduce_max_sync(kFullMask, __float_as_uint(fmaxf(fabsf(x.x), fabsf(x.y))));
+    const int code = fp8_scale_code(__uint_as_float(amax));
+    const float inverse = ue8m0_inverse(code);
+    *reinterpret_cast<uint16_t*>(data + channel) = static_cast<uint16_t>(e4m3_encode2(x.x * inverse, x.y * inverse));
     if (channel % kFp8Quant == 0) entries.scale(row)[channel / kFp8Quant] = static_cast<uint8_t>(code);
   } else {
-    const int rope_channel = channel - kNopeDim;
-    const float other = __shfl_xor_sync(kFullMask, x, 1);
-    float even = rope_channel & 1 ? other : x, odd = rope_channel & 1 ? x : other;
-    rotate_pair(turn, even, odd);
-    reinterpret_cast<__nv_bfloat16*>(entries.data(row) + kNopeDim)[rope_channel] =
-        __float2bfloat16_rn(rope_channel & 1 ? odd : even);
-    if (rope_channel == 0) entries.scale(row)[kNopeDim / kFp8Quant] = 0;
+    rotate_pair(turn, x.x, x.y);
+    reinterpret_cast<unsigned*>(data + kNopeDim)[(channel - kNopeDim) >> 1] = pack_bf16(x.x, x.y);
+    if (channel == kNopeDim) entries.scale(row)[kNopeDim / kFp8Quant] = 0;
   }
+}
+
+// Pools one block, of which load_first() has asked for the first rows, and stores its entry. All threads of the unit
+// call it; `round` counts the entries of the unit. The scratch is free again behind the next __syncthreads().
+template <typename Rows>
+__device__ __forceinline__ void make_entry(Shared& shared, const StepMeta& meta, const Compressor& weights,
+                                           const RowPool<MainFp8>& entries, Rows& rows, const float* ape,
+                                           Held (&held)[kHeld], int slice, int request, int block, int round) {
+  const int thread = threadIdx.x;
+  const int channel = slice * kChannels + 2 * thread;
+  Pooled pooled[4];
+  pool_block(rows, ape, held, pooled);
+  Ending ending = {};
+  if (thread < kFinishers) ending = load_ending(meta, weights, request, block, channel);
+  const int group = row_group(), column = 4 * (threadIdx.x % kLanes);
+  store4(&shared.max[group][column], make_float4(pooled[0].max, pooled[1].max, pooled[2].max, pooled[3].max));
+  store4(&shared.sum[group][column], make_float4(pooled[0].sum, pooled[1].sum, pooled[2].sum, pooled[3].sum));
+  store4(&shared.value[group][column],
+         make_float4(pooled[0].value, pooled[1].value, pooled[2].value, pooled[3].value));
+  __syncthreads();
+  if (thread >= kFinishers) return;
+  float2 x = merge_groups(shared, 2 * thread);
+  const float own = warp_sum(__fadd_rn(__fmul_rn(x.x, x.x), __fmul_rn(x.y, x.y)));
+  const float squares = shared.squares.sum(own, round);
+  const float scale = rsqrtf(fmaf(squares, 1.0f / kHeadDim, weights.eps));
+  const float2 norm = weights.weight2(ending.norm);
+  x = make_float2(__fmul_rn(__fmul_rn(x.x, scale), norm.x), __fmul_rn(__fmul_rn(x.y, scale), norm.y));
+  store_pair(entries, meta.row_of_page(ending.page, block, kRatioShift), channel, x, ending.turn);
+}
+
+// Keeps those of the window's `count` rows that `shared` names; load_tokens() has asked for the first of them.
+template <typename T>
+__device__ __forceinline__ void keep_rows(const Shared& shared, const Step<T>& step, Window<T> rows, int count,
+                                          Held (&held)[kHeld]) {
+  constexpr int kPart = 4;
+  const int group = row_group();
+#pragma unroll 1
+  for (int begin = 0; begin < kThreadRows && begin * kRowGroups < count; begin += kHeld) {
+    const int64_t* targets = &shared.targets[begin * kRowGroups + group];
+    const int* offsets = &shared.offsets[begin * kRowGroups + group];
+    if (begin > 0) {
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) rows.load_if_any(held[j], begin + j);
+    }
+    rows.prefetch(begin + kHeld);
+    // C first, to make room for ape.
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int64_t target = targets[j * kRowGroups];
+      if (target >= 0) store4(step.tail + step.channel + target, rows.values(held[j], 0).c);
+    }
+#pragma unroll
+    for (int part = 0; part < kHeld; part += kPart) {
+      float4 ape[kPart];
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) {
+        ape[j] = load4(step.ape + step.channel + offsets[(part + j) * kRowGroups] * kHeadDim);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) {
+        const int64_t target = targets[(part + j) * kRowGroups];
+        float* kept = step.tail + step.channel + target;
+        if (target >= 0) store4(kept + kHeadDim, add4(rows.values(held[part + j], 0).z, ape[j]));
+      }
+    }
+  }
+}
+
+// Where the tail row of a request keeps an offset of the unfinished block.
+template <typename T>
+__device__ __forceinline__ int64_t kept_at(const Step<T>& step, int tail_row, int offset) {
+  return tail_row * step.tail_stride + offset * (2 * kHeadDim);
 }
 
 // Whether a step completes a block whose first rows lie in the tail.
@@ -202,142 +393,130 @@ __device__ __forceinline__ bool resumes(const RequestSpan& span) {
   return span.prefix % kHcaRatio != 0 && span.prefix / kHcaRatio < span.end / kHcaRatio;
 }
 
+// Whether the step completes a block that stands in the tail of a request.
 template <typename T>
-struct Step {
-  Input<T> input;
-  const T* slice_x;  // at the slice's channels
-  float* tail;  // at the thread's channels
-  int64_t tail_stride;
-  int64_t num_tail_rows;
-  RowPool<MainFp8> entries;
-};
+__device__ __forceinline__ bool is_due(const StepMeta& meta, const Compressor& weights, const Step<T>& step,
+                                       int request) {
+  if (request >= meta.num_requests) return false;
+  const RequestSpan span = request_span(meta, request);
+  const int tail_row = meta.req_rows[request];
+  return tail_row >= 0 && tail_row < step.num_tail_rows && resumes(span) &&
+         span.prefix - span.prefix % kHcaRatio < weights.rope_positions;
+}
 
-// Requests first, first + stride, ...: the block begun before the step, then what the unfinished one keeps.
+// A request that is due: its block from tail and step, then what the unfinished one keeps.
+template <typename T>
+__device__ __forceinline__ void resume_request(Shared& shared, const StepMeta& meta, const Compressor& weights,
+                                               const Step<T>& step, int slice, int request, int round) {
+  const RequestSpan span = request_span(meta, request);
+  const int tail_row = meta.req_rows[request];
+  const int block = span.prefix / kHcaRatio, kept = span.prefix % kHcaRatio;
+  Held held[kHeld];
+  Resumed<T> rows(step, step.tail + step.channel + kept_at(step, tail_row, 0), kept, span.first_token);
+  load_first(rows, held);
+  touch_ape(shared, step, kept);
+  const int pending = span.end % kHcaRatio, thread = threadIdx.x;
+  if (thread < kHcaRatio) {
+    shared.targets[thread] = thread < pending ? kept_at(step, tail_row, thread) : -1;
+    shared.offsets[thread] = thread;
+  }
+  make_entry(shared, meta, weights, step.entries, rows, step.ape + step.channel, held, slice, request, block, round);
+  __syncthreads();  // other threads read the rows that are now overwritten, and the scratch of the entry
+  if (pending == 0) return;
+  const int end = span.first_token + span.end - span.prefix;
+  Window<T> window(step, end - pending, end);
+  load_tokens(window, held);
+  keep_rows(shared, step, window, pending, held);
+  __syncthreads();
+}
+
+// Requests first, first + stride, ...: those that are due. The CTAs of a cluster meet in every entry, so all must take
+// them in one order: every warp looks at the same 32 requests, one a lane.
 template <typename T>
 __device__ __forceinline__ void resume_requests(Shared& shared, const StepMeta& meta, const Compressor& weights,
                                                 const Step<T>& step, int slice, int first, int stride) {
-  const int thread = threadIdx.x;
-  for (int begin = first; begin < meta.num_requests; begin += stride * kThreads) {
-    if (thread == 0) shared.num_resumed = 0;
-    __syncthreads();
-    const int mine = begin + stride * thread;
-    if (mine < meta.num_requests && resumes(request_span(meta, mine))) {
-      shared.resumed[atomicAdd(&shared.num_resumed, 1)] = mine;
+  int round = 0;
+  for (int begin = first; begin < meta.num_requests; begin += 32 * stride) {
+    const bool due = is_due(meta, weights, step, begin + stride * static_cast<int>(threadIdx.x % 32));
+    for (unsigned left = __ballot_sync(kFullMask, due); left != 0; left &= left - 1) {
+      resume_request(shared, meta, weights, step, slice, begin + stride * (__ffs(left) - 1), round++);
     }
-    __syncthreads();
-    const int count = shared.num_resumed;
-    // The CTAs of a cluster meet in every entry, so all must take the requests in one order.
-    if (count > 1 && thread == 0) {
-      for (int i = 1; i < count; ++i) {
-        const int request = shared.resumed[i];
-        int j = i;
-        for (; j > 0 && shared.resumed[j - 1] > request; --j) shared.resumed[j] = shared.resumed[j - 1];
-        shared.resumed[j] = request;
-      }
-    }
-    __syncthreads();
-    for (int i = 0; i < count; ++i) {
-      const int request = shared.resumed[i];
-      const RequestSpan span = request_span(meta, request);
-      const int req_row = meta.req_rows[request];
-      if (req_row < 0 || req_row >= step.num_tail_rows) continue;
-      float* kept = step.tail + req_row * step.tail_stride;
-      const int before = span.prefix / kHcaRatio, kept_rows = span.prefix % kHcaRatio;
-      if (int64_t{kHcaRatio} * before >= weights.rope_positions) continue;
-      make_entry<true>(shared, step.input, kept, kept_rows, span.first_token - kept_rows, slice, int64_t{kHcaRatio} * before,
-                 meta.entry_row(request, before, kRatioShift), weights, step.entries);
-      __syncthreads();  // other threads read the rows that are now overwritten, and the scratch of the entry
-      for (int position = kHcaRatio * (span.end / kHcaRatio) + thread / kLanes; position < span.end;
-           position += kRowGroups) {
-        const int offset = position % kHcaRatio;
-        const Row4 row = step.input.row(span.first_token + position - span.prefix, offset);
-        store4(kept + offset * 2 * kHeadDim, row.c);
-        store4(kept + offset * 2 * kHeadDim + kHeadDim, row.z);
-      }
-    }
-    __syncthreads();
   }
+}
+
+// What each of 128 tokens is to this unit; true in all threads where a row of them is to be kept. Request and position
+// are those loaded, a padded token's included.
+template <typename T>
+__device__ __forceinline__ bool look_at_tokens(Shared& shared, const StepMeta& meta, const Step<T>& step, int request,
+                                               int position) {
+  const int thread = threadIdx.x, offset = position & (kHcaRatio - 1);
+  int64_t target = -1;
+  if (request >= 0 && request < meta.num_requests) {
+    const RequestSpan span = request_span(meta, request);
+    const int tail_row = meta.req_rows[request];
+    // Two such blocks end at least 128 tokens apart, so 128 tokens hold at most one.
+    if (offset == kHcaRatio - 1 && position - (kHcaRatio - 1) >= span.prefix) {
+      shared.end = thread, shared.end_request = request, shared.end_block = position / kHcaRatio;
+    }
+    const bool pending = position >= kHcaRatio * (span.end / kHcaRatio) && position < span.end;
+    if (pending && !resumes(span) && tail_row >= 0 && tail_row < step.num_tail_rows) {
+      target = kept_at(step, tail_row, offset);
+    }
+  }
+  if (thread < kHcaRatio) {
+    shared.targets[thread] = target;
+    shared.offsets[thread] = offset;
+  }
+  return __syncthreads_or(target >= 0);
 }
 
 // Tokens first .. first + 127: what the requests that resume nothing keep, and the block that ends there.
 template <typename T>
 __device__ __forceinline__ void take_tokens(Shared& shared, const StepMeta& meta, const Compressor& weights,
                                             const Step<T>& step, int slice, int first) {
-  const int thread = threadIdx.x;
-  // Every token's row is loaded by this unit or a neighbour: ask for it before it is known by which.
-  constexpr int kLine = 128, kLines = kChannels * sizeof(T) / kLine > 0 ? kChannels * sizeof(T) / kLine : 1;
-  for (int i = thread; i < 2 * kLines * kHcaRatio; i += kThreads) {
-    const int token = first + i / (2 * kLines), part = i / kLines % 2, line = i % kLines;
-    if (token >= meta.num_tokens) break;
-    const T* row = step.slice_x + token * step.input.stride + part * kHeadDim;
-    prefetch_l2(reinterpret_cast<const char*>(row) + line * kLine);
+  const int thread = threadIdx.x, token = first + thread;
+  int request = -1, position = 0;
+  if (thread < kHcaRatio && token < meta.num_tokens) {
+    request = meta.token_to_req[token];
+    position = static_cast<int>(meta.positions[token]);
   }
-  if (thread == 0) shared.found = -1;
-  __syncthreads();
-  // Which rows to keep is decided once per token; `resumed` carries the tail row, or -1 for none.
-  if (thread < kHcaRatio) {
-    const int token = first + thread;
-    int kept_row = -1;
-    const int request = token < meta.num_tokens ? meta.request_of(token) : -1;
-    if (request >= 0) {
-      const RequestSpan span = request_span(meta, request);
-      const int position = static_cast<int>(meta.positions[token]);
-      // Two such blocks end at least 128 tokens apart, so 128 tokens hold at most one.
-      if ((position + 1) % kHcaRatio == 0 && position - (kHcaRatio - 1) >= span.prefix) shared.found = token;
-      shared.offsets[thread] = position % kHcaRatio;
-      const bool pending = position >= kHcaRatio * (span.end / kHcaRatio) && position < span.end;
-      if (pending && !resumes(span)) kept_row = meta.req_rows[request];
-      if (kept_row >= step.num_tail_rows) kept_row = -1;
-    }
-    shared.resumed[thread] = kept_row;
+  Window<T> window(step, first, meta.num_tokens);
+  Held held[kHeld];
+  load_tokens(window, held);
+  touch_ape(shared, step, first + kHcaRatio <= meta.num_tokens ? 0 : kHcaRatio);
+  const bool keeps = look_at_tokens(shared, meta, step, request, position);
+  if (keeps) keep_rows(shared, step, window, meta.num_tokens - first, held);
+  const int end = shared.end, block = shared.end_block;
+  if (end < 0 || int64_t{kHcaRatio} * block >= weights.rope_positions) return;
+  // The rows of a block that fills the 128 tokens are under way: it leaves none to keep.
+  if (keeps || end != kHcaRatio - 1) {
+    window = Window<T>(step, first + end - (kHcaRatio - 1), meta.num_tokens);
+    load_first(window, held);
   }
-  __syncthreads();
-  // All loads of a batch go out before its first store: the compiler may not move them across.
-  constexpr int kKept = 4;
-  for (int begin = thread / kLanes; begin < kHcaRatio; begin += kKept * kRowGroups) {
-    Row4 rows[kKept];
-    int kept_rows[kKept];
-#pragma unroll
-    for (int j = 0; j < kKept; ++j) {
-      const int i = begin + j * kRowGroups;
-      kept_rows[j] = i < kHcaRatio ? shared.resumed[i] : -1;
-      if (kept_rows[j] >= 0) rows[j] = step.input.row(first + i, shared.offsets[i]);
-    }
-#pragma unroll
-    for (int j = 0; j < kKept; ++j) {
-      if (kept_rows[j] < 0) continue;
-      const int offset = shared.offsets[begin + j * kRowGroups];
-      float* target = step.tail + kept_rows[j] * step.tail_stride + offset * 2 * kHeadDim;
-      store4(target, rows[j].c);
-      store4(target + kHeadDim, rows[j].z);
-    }
-  }
-  const int found = shared.found;
-  if (found < 0) return;
-  const int request = meta.request_of(found);
-  const int block = static_cast<int>(meta.positions[found]) / kHcaRatio;
-  if (int64_t{kHcaRatio} * block >= weights.rope_positions) return;
-  make_entry<false>(shared, step.input, nullptr, 0, found - (kHcaRatio - 1), slice, int64_t{kHcaRatio} * block,
-             meta.entry_row(request, block, kRatioShift), weights, step.entries);
+  make_entry(shared, meta, weights, step.entries, window, step.ape + step.channel, held, slice, shared.end_request,
+             block, 0);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kSlices > 1 ? 4 : 1)
+__global__ void __launch_bounds__(kThreads, kResident)
     flush_hca_kernel(const __grid_constant__ StepMeta meta, const T* __restrict__ kv_score, const int64_t kv_stride,
                      const __grid_constant__ Compressor weights, float* tail, const int64_t tail_stride,
                      const int64_t num_tail_rows, const RowPool<MainFp8> entries, const int request_units) {
   __shared__ Shared shared;
   grid_dependency_launch();
+  if (threadIdx.x == 0) shared.end = -1;
+  shared.squares.open();
+  __syncthreads();
   grid_dependency_wait();
   const int unit = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
   const int channel = slice * kChannels + 4 * (threadIdx.x % kLanes);
-  const Step<T> step = {{kv_score + channel, kv_stride, weights.ape + channel},
-                        kv_score + slice * kChannels, tail + channel, tail_stride, num_tail_rows, entries};
+  const Step<T> step = {kv_score, weights.ape, tail, channel, kv_stride, tail_stride, num_tail_rows, entries};
   if (unit < request_units) {
     resume_requests(shared, meta, weights, step, slice, unit, request_units);
   } else {
     take_tokens(shared, meta, weights, step, slice, (unit - request_units) * kHcaRatio);
   }
+  asm volatile("cp.async.wait_all;" ::: "memory");  // those of touch_ape()
 }
 
 template <typename T>

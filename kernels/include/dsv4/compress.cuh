@@ -20,11 +20,15 @@ struct Compressor {
   float eps;
   bool norm_is_bf16;
 
-  __device__ __forceinline__ float weight(int channel) const {
-    return norm_is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(norm_weight)[channel])
-                        : static_cast<const float*>(norm_weight)[channel];
-  }
   __device__ __forceinline__ float4 weight4(int channel) const;
+  // Weights of an even channel and the next as they lie in memory, by loads that depend on nothing, and their values.
+  __device__ __forceinline__ uint2 weight2_words(int channel) const {
+    const unsigned* words = static_cast<const unsigned*>(norm_weight) + (norm_is_bf16 ? channel / 2 : channel);
+    return make_uint2(words[0], words[norm_is_bf16 ? 0 : 1]);
+  }
+  __device__ __forceinline__ float2 weight2(uint2 words) const {
+    return norm_is_bf16 ? unpack_bf16(words.x) : make_float2(__uint_as_float(words.x), __uint_as_float(words.y));
+  }
 };
 
 inline Compressor make_compressor(const TensorView& ape, const TensorView& norm_weight, const TensorView& rope,
@@ -105,10 +109,21 @@ __device__ __forceinline__ Pooled pool_rows(const float (&c)[kRows], const float
   return out;
 }
 
-__device__ __forceinline__ Pooled merge(const Pooled& a, const Pooled& b) {
-  const float top = fmaxf(a.max, b.max);
-  const float of_a = exp2_fast(__fsub_rn(a.max, top)), of_b = exp2_fast(__fsub_rn(b.max, top));
-  return {top, fmaf(b.sum, of_b, __fmul_rn(a.sum, of_a)), fmaf(b.value, of_b, __fmul_rn(a.value, of_a))};
+// The same for rows that follow those of `pooled`.
+template <int kRows>
+__device__ __forceinline__ void pool_more(Pooled& pooled, const float (&c)[kRows], const float (&z)[kRows]) {
+  float top = z[0];
+#pragma unroll
+  for (int j = 1; j < kRows; ++j) top = fmaxf(top, z[j]);
+  const float max = fmaxf(pooled.max, __fmul_rn(top, kLog2e));
+  const float before = exp2_fast(__fsub_rn(pooled.max, max));
+  pooled = {max, __fmul_rn(pooled.sum, before), __fmul_rn(pooled.value, before)};
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const float weight = exp2_fast(fmaf(z[j], kLog2e, -max));
+    pooled.sum = __fadd_rn(pooled.sum, weight);
+    pooled.value = fmaf(weight, c[j], pooled.value);
+  }
 }
 
 __device__ __forceinline__ float component(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -38,12 +38,17 @@ struct StepMeta {
 
   // Pool row of an entry; ratio_shift is log2 of the layer's ratio. -1 where the page table has no such page.
   __device__ __forceinline__ int64_t entry_row(int request, int entry, int ratio_shift) const {
+    return row_of_page(entry_page(request, entry, ratio_shift), entry, ratio_shift);
+  }
+
+  // The two halves of entry_row(): a load that others need not wait for, and what is made of it.
+  __device__ __forceinline__ int entry_page(int request, int entry, int ratio_shift) const {
+    const int column = entry >> (page_shift - ratio_shift);
+    return entry >= 0 && column < max_pages ? page_table[request * page_table_stride + column] : -1;
+  }
+  __device__ __forceinline__ int64_t row_of_page(int page, int entry, int ratio_shift) const {
     const int rows_shift = page_shift - ratio_shift;
-    const int column = entry >> rows_shift;
-    if (entry < 0 || column >= max_pages) return -1;
-    const int64_t page = page_table[request * page_table_stride + column];
-    if (page < 0) return -1;
-    return (page << rows_shift) + (entry & ((1 << rows_shift) - 1));
+    return page < 0 ? -1 : (int64_t{page} << rows_shift) + (entry & ((1 << rows_shift) - 1));
   }
 };
 
