@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,11 +80,17 @@ class Engine:
         return Run(self, ids, answer, number)
 
     def admits(self, run: Run) -> bool:
-        """Whether the request may begin now: SGLang's own rule for answers of known length."""
+        """Whether the request may begin now: what others began fits beside it."""
         if len(self.running) >= self.limits.running:
             return False
-        promised = sum(other.answer_left for other in self.running)
-        return bool(len(run.ids) - run.expected_hit() + len(run.answer) + self.limits.page < self.room() - promised)
+        needed = len(run.ids) + len(run.answer) + self.limits.page
+        if not self.running:
+            return needed < self.room()  # nothing else holds memory: to match would only move the tree's clock
+        found = run.found()
+        lock = self.tree.lock(found.last_device_node)  # what is found cannot be evicted for the rest
+        room = self.room() - sum(other.to_store for other in self.running)
+        self.tree.unlock(lock)
+        return bool(needed - found.device_prefix_len < room)
 
     def room(self) -> int:
         """Tokens that are free or can be."""
@@ -96,28 +102,31 @@ class Engine:
 
 
 class Run:
-    """One request. `steps()` is its life: it yields "prefill" or "decode" after every step."""
+    """One request. `steps()` is its life: it yields after every step "prefill" if its prompt goes on, else "decode".
+
+    The result of the step that completes the prompt is processed in the next one, unless `prompt_done` comes before.
+
+    most     prompt tokens that the next step may take; several prompts share a step
+    decoded  tokens of answer that the last step stands for
+    """
 
     def __init__(self, engine: Engine, ids: Ids, answer: Ids, number: int) -> None:
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         self.engine, self.ids, self.answer = engine, ids, answer
-        self.answer_left = len(answer)
+        self.answer_left, self.most = len(answer), engine.limits.chunk
         params = SamplingParams(max_new_tokens=len(answer), ignore_eos=True, temperature=0)
         self.req: Any = Req(str(number), "", array("q", ids.tobytes()), params, vocab_size=VOCABULARY)
-        self.cached = self.pages_hit = 0
+        self.cached = self.pages_hit = self.decoded = 0
         self.on_snapshot: Callable[[int], None] | None = None
 
-    def expected_hit(self) -> int:
-        """Tokens that would be found now, without taking anything."""
+    def found(self) -> Any:
+        """What the tree says of the prompt now, without taking anything."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        if not self.engine.running:
-            return 0  # nothing else holds memory: an exact count would only move the tree's clock
-        key = RadixKey(array("q", self.ids[:-1].tobytes()))
-        return int(self.engine.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
+        return self.engine.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", self.ids[:-1].tobytes()))))
 
     def steps(self) -> Iterator[str]:
         engine = self.engine
@@ -136,24 +145,54 @@ class Run:
         self.req.lock = self.engine.tree.lock(self.req.last_node)
 
     def _prefill(self) -> Iterator[str]:
+        """A chunk enters the tree before the next."""
         from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
         engine, req, first = self.engine, self.req, True
         while True:
-            length = engine.limits.chunk
+            length = self.most
             if not first:
                 room = engine.room()
-                room -= sum(run.answer_left for run in engine.running if run is not self)
+                room -= sum(run.to_store for run in engine.running if run is not self)
                 length = min(length, room) if room > 0 else length
             req.extend_end = min(len(self.ids), req.prefix_len + length)
             self._extend()
             first = False
             engine.watch()
             if req.extend_end == len(self.ids):
+                yield "decode"
                 return
             yield "prefill"
             engine.tree.published = self.on_snapshot
             checkpoint_kv_cache(req, engine.tree)
+
+    @property
+    def to_store(self) -> int:
+        """Tokens for which it is going to ask, up to a whole page."""
+        return len(self.ids) - int(self.req.extend_end) + self.answer_left + self.engine.limits.page
+
+    @property
+    def pages_of_step(self) -> int:
+        """Pages of prompt that the last step took, to be asked right after it."""
+        return -(-self.req.extend_len // self.engine.limits.page)
+
+    def publish_ahead(self, waiting: Sequence[Ids]) -> None:
+        """The prompt is complete, and a prefill step is prepared for such prompts before its result is processed."""
+        from sglang_dsv4.cache.publish import publish_ahead
+
+        self.engine.tree.published = self.on_snapshot
+        others = [SimpleNamespace(origin_input_ids=array("q", ids.tobytes())) for ids in waiting]
+        publish_ahead(self.engine.tree, [self.req], others)
+
+    def prompt_done(self) -> None:
+        """Process the result of the step that completed the prompt, once."""
+        from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+        if not self.req.output_ids:
+            self.req.output_ids = array("q", self.answer[:1].tobytes())
+            if len(self.answer) > 1:
+                self.engine.tree.published = self.on_snapshot
+                checkpoint_kv_cache(self.req, self.engine.tree)
 
     def _extend(self) -> None:
         from sglang.srt.mem_cache.allocation import alloc_paged_token_slots_extend, alloc_req_slots
@@ -178,24 +217,19 @@ class Run:
 
     def _decode(self) -> Iterator[str]:
         """Steps that need a page, and the one after each, are done one by one; the others change no memory."""
-        from sglang.srt.mem_cache.common import checkpoint_kv_cache
-
-        engine, req, page = self.engine, self.req, self.engine.limits.page
+        engine, page = self.engine, self.engine.limits.page
         prompt, total = len(self.ids), len(self.ids) + len(self.answer)
         length = prompt
         while length < total:
             begin, length = length, min(total, length // page * page + page)
             self._store_decoded(begin, begin + 1)
             if begin == prompt:  # the prompt's result is processed after the first step has been prepared
-                req.output_ids = array("q", self.answer[:1].tobytes())
-                if len(self.answer) > 1:
-                    engine.tree.published = self.on_snapshot
-                    checkpoint_kv_cache(req, engine.tree)
+                self.prompt_done()
             if length > begin + 1:
                 self._store_decoded(begin + 1, length)
             if length % page == 0:
                 self._track(length)
-            self.answer_left = total - length
+            self.answer_left, self.decoded = total - length, length - begin
             engine.watch()
             yield "decode"
 

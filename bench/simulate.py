@@ -4,8 +4,8 @@
 
 Cached tokens are what a server would report: exactly so for requests that run one after the other
 (`tests/server/test_simulator_against_server.py`).
-`--users N` lets N requests run at once in a small model of scheduling: prompts
-before answers, a chunk at a time.
+`--users N` lets N requests run at once, in steps as SGLang prepares them: prompts before answers, those
+that fit into a chunk together and the beginning of the next, and the result of a step after the next was prepared.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class _Active:
     best_snapshot: int
     steps: Iterator[str]
     phase: str = "prefill"
+    wait: int = 0  # tokens of answer until its next step
 
 
 class Simulation:
@@ -71,46 +72,85 @@ class Simulation:
         self.snapshots_ever: set[int] = set()
         self.rows: list[Row] = []
         self.uses: list[belady.Use] = []
+        self._in_flight: list[_Active] = []  # those whose prompts the last step completed
 
     def run(self, progress: bool = False) -> list[Row]:
         waiting = deque(self.workload.requests)
         active: list[_Active] = []
         bar = Progress(len(waiting), self.workload.name) if progress else None
         while waiting or active:
-            self._admit(waiting, active)
-            for one in self._turn(active):
-                one.phase = next(one.steps, "done")
-                if one.phase == "done":
+            if not self._prefill(waiting, active):
+                for one in self._decode(active):
                     active.remove(one)
                     self._finished(one)
                     if bar:
                         bar.step(one.request.session)
         return self.rows
 
-    def _admit(self, waiting: deque[Request], active: list[_Active]) -> None:
-        """Start requests in the order of arrival while users and memory allow; a session waits for itself."""
-        while waiting and len(active) < self.users:
-            busy = {one.request.session for one in active}
-            request = next((r for r in waiting if r.session not in busy), None)
-            if request is None:
-                return
-            one = self._prepare(request)
-            if not self.engine.admits(one.run):
-                if active:
-                    return
-                raise ValueError(
-                    f"{request.session} turn {request.turn} has {len(one.prompt)} + {request.answer} tokens, more than "
-                    f"{self.engine.limits.pages} pages hold; give more memory"
-                )
-            waiting.remove(request)
-            self._seen(one)
-            active.append(one)
+    def _decode(self, active: list[_Active]) -> list[_Active]:
+        """All answers grow until one of them needs memory or ends; returns those that ended."""
+        passed = min(one.wait for one in active)
+        for one in active:
+            one.wait -= passed
+            if not one.wait:
+                self._step(one)
+                one.wait = one.run.decoded
+        return [one for one in active if one.phase == "done"]
 
     @staticmethod
-    def _turn(active: list[_Active]) -> list[_Active]:
-        """Whose turn it is: the first request whose prompt is unfinished, or else all that answer."""
-        prompts = [one for one in active if one.phase == "prefill"]
-        return prompts[:1] or list(active)
+    def _step(one: _Active) -> None:
+        one.phase = next(one.steps, "done")
+
+    def _prefill(self, waiting: deque[Request], active: list[_Active]) -> bool:
+        """A step of the prompt that goes on and of those that fit beside it, in the order of arrival; False if none."""
+        before, self._in_flight = self._in_flight, []
+        sent = self._sent(waiting, active) if before else []
+        for other in before:
+            other.run.publish_ahead([self.talk.prompt(request) for request in sent])
+        left, began = self.engine.limits.chunk, False
+        going_on = next((one for one in active if one.phase == "prefill"), None)
+        one = going_on or self._admitted(waiting, active)
+        while one is not None:
+            one.run.most = left
+            self._step(one)
+            left, began = left - one.run.pages_of_step * self.page, True
+            if one.phase == "prefill":
+                break
+            self._in_flight.append(one)
+            one = self._admitted(waiting, active) if left > 0 else None
+        for other in before if began else ():
+            other.run.prompt_done()
+        return began
+
+    def _admitted(self, waiting: deque[Request], active: list[_Active]) -> _Active | None:
+        """The next request, if memory allows it to start."""
+        request = next(iter(self._sent(waiting, active)), None)
+        if request is None:
+            return None
+        one = self._prepare(request)
+        if not self.engine.admits(one.run):
+            if active:
+                return None
+            raise ValueError(
+                f"{request.session} turn {request.turn} has {len(one.prompt)} + {request.answer} tokens, more than "
+                f"{self.engine.limits.pages} pages hold; give more memory"
+            )
+        waiting.remove(request)
+        self._seen(one)
+        active.append(one)
+        return one
+
+    def _sent(self, waiting: deque[Request], active: list[_Active]) -> list[Request]:
+        """Those that users have sent and that have not begun; a session waits for itself."""
+        busy = {one.request.session for one in active}
+        found: list[Request] = []
+        for request in waiting:
+            if len(active) + len(found) >= self.users:
+                break
+            if request.session not in busy:
+                busy.add(request.session)
+                found.append(request)
+        return found
 
     def _prepare(self, request: Request) -> _Active:
         prompt, answer = self.talk.prompt(request), self.talk.drawn_answer(request)

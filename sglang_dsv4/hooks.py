@@ -18,6 +18,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_SCHEDULER = "sglang.srt.managers.scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 
@@ -276,6 +277,18 @@ def _plan_snapshots(original: Callable[..., Any], self: Any, req: Any) -> Any:
     return plan_snapshots(self, req)
 
 
+def _before_prefill(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    if isinstance(self.req_to_token_pool, SlotReqToTokenPool) and self.waiting_queue:
+        from sglang_dsv4.cache.publish import publish_ahead
+
+        last = self.last_batch
+        if last is not None and last.forward_mode.is_extend():
+            publish_ahead(self.tree_cache, last.reqs, self.waiting_queue)  # the chunk that goes on is not among them
+    return original(self, running_batch)
+
+
 def _prompt_budget(original: Callable[..., Any], self: Any, input_tokens: int, *args: Any, **kwargs: Any) -> Any:
     from sglang_dsv4.cache.pages import PagePool
 
@@ -450,19 +463,25 @@ HOOKS: tuple[Hook, ...] = (
         "snapshots stand where repeats cannot use them",
     ),
     Hook(
+        f"{_SCHEDULER}.Scheduler.get_new_batch_prefill",
+        ("self", "running_batch"),
+        _before_prefill,
+        "prompts that share a prefix and follow one another closely are computed twice",
+    ),
+    Hook(
         "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
         ("self", "input_tokens", "max_new_tokens", "token_capacity", "sliding_window_size", "chunk_size"),
         _prompt_budget,
         "a prompt as long as the page pool blocks the server",
     ),
     Hook(
-        "sglang.srt.managers.scheduler.validate_input_length",
+        f"{_SCHEDULER}.validate_input_length",
         ("req", "max_req_input_len", "allow_auto_truncate"),
         _input_check,
         "an empty prompt or a token id outside the vocabulary ends the server",
     ),
     Hook(
-        "sglang.srt.managers.scheduler.get_exception_traceback",
+        f"{_SCHEDULER}.get_exception_traceback",
         (),
         _refusal_text,
         "a refusal in the scheduler ends a traceback instead of being one line",

@@ -104,6 +104,23 @@ def test_hooks_hand_foreign_models_to_sglang_unchanged():
         assert calls == [(tuple(args), keyword_only)]
 
 
+@pytest.mark.parametrize("extends, queue, called", [(True, ["a prompt"], 1), (True, [], 0), (False, ["a prompt"], 0)])
+def test_prompts_in_flight_are_published_before_a_prefill_is_prepared_for_others(monkeypatch, extends, queue, called):
+    from sglang_dsv4.cache import publish
+    from sglang_dsv4.cache.slots import SlotReqToTokenPool
+
+    calls = []
+    monkeypatch.setattr(publish, "publish_ahead", lambda *args: calls.append(args))
+    wrapper = next(h.wrapper for h in hooks.HOOKS if h.target.endswith("get_new_batch_prefill"))
+    last = SimpleNamespace(reqs=["in flight"], forward_mode=SimpleNamespace(is_extend=lambda: extends))
+    pool = SlotReqToTokenPool.__new__(SlotReqToTokenPool)
+    scheduler = SimpleNamespace(req_to_token_pool=pool, waiting_queue=queue, tree_cache="tree", last_batch=last)
+    assert wrapper(lambda self, batch: batch, scheduler, "running") == "running"
+    assert calls == [("tree", ["in flight"], queue)] * called
+    scheduler.last_batch = None
+    assert wrapper(lambda self, batch: batch, scheduler, "running") == "running"
+
+
 def test_a_prompt_that_reaches_into_the_page_held_back_is_refused_instead_of_waiting_for_ever():
     from sglang_dsv4.cache.pages import PagePool
 

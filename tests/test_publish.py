@@ -153,6 +153,65 @@ def test_a_burst_of_publishes_leaves_a_slot_for_every_running_request():
     assert left >= len(batch.reqs)
 
 
+@pytest.fixture
+def ahead(monkeypatch):
+    """Rows of the requests that are put into the tree before their result comes."""
+    rows: list[int] = []
+    monkeypatch.setattr(publish, "checkpoint_kv_cache", lambda req, tree: rows.append(req.kv.req_pool_idx))
+    return rows
+
+
+def in_flight(row, ids, *, known=0, **fields):
+    req = request(row, prefix=known, end=len(ids))
+    req.origin_input_ids = ids
+    state = {"is_retracted": False, "discard_output_reason": None, "finished": lambda: False}
+    vars(req).update(state | fields)
+    return req
+
+
+def of(*ids):
+    return SimpleNamespace(origin_input_ids=list(ids))
+
+
+TEXT = list(range(600))
+
+
+def test_a_prompt_in_flight_is_published_ahead_where_a_waiting_one_shares_a_page_that_the_tree_lacks(ahead):
+    _, _, tree = setup([])
+    reqs = [in_flight(1, TEXT, known=256), in_flight(2, TEXT[:300], known=256), in_flight(3, TEXT, known=512)]
+    for waiting, published in [
+        ([], []),
+        ([of(*TEXT[:383], -1, -1)], []),  # parts within the page
+        ([of(*TEXT[:384])], []),  # a match is capped one token short
+        ([of(-1, *TEXT[1:])], []),  # another text
+        ([of(7), of(*TEXT[:384], -1)], [1]),
+    ]:
+        publish.publish_ahead(tree, reqs, waiting)
+        assert ahead == published
+
+
+def test_only_as_many_waiting_prompts_are_looked_at_as_a_step_can_take(ahead):
+    _, _, tree = setup([])
+    publish.publish_ahead(tree, [in_flight(1, TEXT)], [of(7)] * 64 + [of(*TEXT)])
+    assert ahead == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"finished": lambda: True},
+        {"is_retracted": True},
+        {"discard_output_reason": "its pages did not load"},
+        {"prefix_len": 600},  # the result came already: no overlap scheduling
+    ],
+    ids=["finished", "retracted", "discarded", "published"],
+)
+def test_a_request_that_has_nothing_to_publish_is_left_alone(ahead, fields):
+    _, _, tree = setup([])
+    publish.publish_ahead(tree, [in_flight(1, TEXT, **fields), in_flight(2, TEXT)], [of(*TEXT)])
+    assert ahead == [2]
+
+
 def test_planning_again_returns_the_slots_of_snapshots_that_were_never_published():
     batch, pool, _ = setup(range(10, 20))
     for _ in range(5):

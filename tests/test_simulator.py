@@ -89,6 +89,37 @@ def test_requests_that_run_together_find_what_is_theirs_and_leak_nothing():
     assert owned + simulation_snapshots(simulation) == 60
 
 
+def shares(group: str, name: str, question: int) -> Request:
+    return one(name, 0, (f"system {group}", 1500), ("<user>", 1), (name, question), keep=0, answer=40)
+
+
+def found_at_once(*requests: Request, chunk: int = 1024) -> list[int]:
+    """What each finds where all arrive together."""
+    users = len(requests)
+    simulation = run(stream(*requests), Limits(pages=400, slots=200, running=users, chunk=chunk), users=users)
+    found = {row.session: row.cached for row in simulation.rows}
+    return [found[request.session] for request in requests]
+
+
+def test_a_prompt_that_comes_right_after_its_prefix_was_computed_finds_all_of_it():
+    """The step that completes the first is in flight when the third is prepared."""
+    other = one("other", 0, ("other", 240), answer=40)
+    assert found_at_once(shares("a", "first", 400), other, shares("a", "third", 300)) == [0, 0, 1408]
+
+
+def test_prompts_of_one_step_find_what_stood_before_the_step():
+    """As far as the first one's chunk, which entered the tree when its next one was prepared."""
+    assert found_at_once(shares("a", "first", 100), shares("a", "second", 10), chunk=1280) == [0, 1280]
+
+
+def test_sixteen_users_with_shared_system_prompts_at_once_find_more_than_the_in_tree_cache_does():
+    """The preset and pools of the comparison on a GPU, where the in-tree cache finds 701,696 tokens of it."""
+    workload = build("shared-system-prompt", limit=96)
+    workload = replace(workload, requests=tuple(replace(r, answer=32) for r in workload.requests))
+    rows = run(workload, Limits(pages=1751, slots=164, running=16), users=16).rows
+    assert sum(row.cached for row in rows) == 703_360
+
+
 def simulation_snapshots(simulation: Simulation) -> int:
     """Slots that the tree held before it was reset; resetting a tree forgets its slots."""
     free = set(simulation.engine.pool.mamba_allocator.free_slots.tolist())

@@ -7,11 +7,12 @@ the tree first. Publishing is best effort: with no slot to spare a snapshot is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from torch import Tensor
 
 from sglang_dsv4.cache.counters import counters
@@ -21,6 +22,7 @@ from sglang_dsv4.cache.policy import COARSE, SnapshotPolicy, footholds, is_lone
 from sglang_dsv4.cache.superseded import paths_of
 
 USER_TOKEN = "<｜User｜>"
+_LOOK_AHEAD = 64  # waiting requests: of a page each, as many as fit into a step
 
 
 def plan_snapshots(batch: Any, req: Any) -> _MambaRadixCacheV2TrackEntry:
@@ -105,6 +107,31 @@ def checkpoint(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, 
     paths.order.stands(tree, req, kind, snapshot=bool(offered))
     if kind == PROMPT:
         req._dsv4_prompt_end = req.last_node
+
+
+def publish_ahead(tree: Any, reqs: Iterable[Any], waiting: Sequence[Any]) -> None:
+    """Put prompts that the step in flight completes into the tree where a waiting request goes on from what they add.
+
+    SGLang prepares a prefill step before it processes the result of the one in flight, and publishes beforehand only a
+    chunk whose prompt goes on. But a prompt's pages and snapshots do not hang on the result, and whoever reads them
+    runs behind the step that writes them. When the result comes, nothing is left to be put into the tree.
+    Where nobody asks for it, it waits: its snapshot takes a slot, perhaps that of what a waiting request would find.
+    """
+    for req in reqs:
+        known = req.extend_end <= req.prefix_len
+        if known or req.finished() or req.is_retracted or req.discard_output_reason is not None:
+            continue
+        if any(_shares_new_page(tree, req, other) for other in waiting[:_LOOK_AHEAD]):
+            checkpoint_kv_cache(req, tree)
+
+
+def _shares_new_page(tree: Any, req: Any, other: Any) -> bool:
+    """Whether the other's prompt begins with the request's as far as the tree has it, and a page more."""
+    end = req.kv.cache_protected_len + tree.page_size
+    ours, theirs = req.origin_input_ids, other.origin_input_ids
+    if not end <= len(ours) or not end < len(theirs):  # a match is capped one token short of the prompt
+        return False
+    return bool(ours[end - 1] == theirs[end - 1] and ours[:end] == theirs[:end])
 
 
 def publish_interior_snapshots(insert: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from workload import (
@@ -109,6 +110,19 @@ def test_chunked_prompts_and_their_resumes_are_exact(client, cold):
 def test_sixteen_concurrent_requests_are_exact_twice(client, cold):
     assert differences(client, cold, CROWD, together=True) == []
     assert differences(client, cold, CROWD, together=True) == []
+
+
+def test_a_prompt_that_is_prepared_while_the_step_that_completes_its_prefix_is_in_flight_finds_it(client, cold):
+    """The first of three takes a step and a half, which lets no other in beside it; the others come right after."""
+    queue = [words("keeps the server busy", 15 * 256), *(request.ids for request in DEEP)]
+    found = []
+    with ThreadPoolExecutor(len(queue)) as pool:
+        for ids, limit in zip(queue, (1, *(request.answer for request in DEEP)), strict=True):
+            found.append(pool.submit(client.generate, ids, limit))
+            time.sleep(0.2)
+    _, *answers = (one.result() for one in found)
+    assert [answer.cached_tokens for answer in answers] == [0, 3 * PAGE, 3 * PAGE]
+    assert all(same(answer, cold.answers[r.name]) for answer, r in zip(answers, DEEP, strict=True))
 
 
 def test_flushing_empties_the_cache(client, cold):
