@@ -44,6 +44,9 @@ constexpr int kRatioShift = 7;
 static_assert(kHeld % kBatch == 0 && kUnderWay % kBatch == 0 && kUnderWay <= kHeld &&
               kThreadRows % kHeld == 0 && kThreads >= kHcaRatio && kFinishers % 32 == 0);
 
+constexpr int kSector = 8;  // floats
+constexpr int kTouches = kSlices > 1 ? kHcaRatio * kChannels / kSector / kThreads : 1;  // of ape, by a thread
+
 // Which of the rows side by side is the thread's.
 __device__ __forceinline__ int row_group() { return static_cast<int>(threadIdx.x / kLanes); }
 
@@ -59,7 +62,7 @@ struct Shared {
   int end;
   int end_request;
   int end_block;
-  int touched[kThreads];  // what touch_ape() copies
+  int touched[kTouches][kThreads];  // what touch_ape() copies
 };
 
 // C and Z of four channels of one token, as loaded: bfloat16 pairs lie in x and y.
@@ -192,22 +195,21 @@ struct Resumed {
 // word per sector is copied and never read, for which no register has to wait. Without slices it would not fit.
 template <typename T>
 __device__ __forceinline__ void touch_ape(Shared& shared, const Step<T>& step, int kept) {
-  constexpr int kSector = 8, kRowSectors = kChannels / kSector;  // floats of a sector, sectors of a row
+  constexpr int kRowSectors = kChannels / kSector;
   constexpr int kRows = kThreads / kRowSectors;                  // touched at once
   if constexpr (kSlices > 1) {
     const int row = static_cast<int>(threadIdx.x / kRowSectors);
     const int slice_channel = step.channel - static_cast<int>(4 * (threadIdx.x % kLanes));
     const int channel = slice_channel + static_cast<int>(kSector * (threadIdx.x % kRowSectors));
     const float* source = step.ape + channel + row * kHeadDim;
-    const unsigned target = shared_address(&shared.touched[threadIdx.x]);
 #pragma unroll
-    for (int i = 0; i < kHcaRatio / kRows; ++i) {
+    for (int i = 0; i < kTouches; ++i) {
       asm volatile(
           "{\n"
           ".reg .pred p;\n"
           "setp.ge.s32 p, %2, %3;\n"
           "@p cp.async.ca.shared.global [%0], [%1], 4;\n"
-          "}" ::"r"(target),
+          "}" ::"r"(shared_address(&shared.touched[i][threadIdx.x])),
           "l"(source + i * kRows * kHeadDim), "r"(row + i * kRows), "r"(kept)
           : "memory");
     }

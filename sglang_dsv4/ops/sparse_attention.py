@@ -63,7 +63,7 @@ def sparse_attention(
     return out
 
 
-def choose(kernel: str, tokens: int, heads: int, arch: str, check: Check) -> str:
+def choose(kernel: str, heads: int, arch: str, check: Check) -> str:
     """The kernel that serves a decode step. "auto" takes what was fastest on Hopper cards (kernels/flash_mla.md)."""
     if kernel not in KERNELS:
         raise check.fail("kernel", repr(kernel), "one of " + ", ".join(KERNELS))
@@ -74,7 +74,7 @@ def choose(kernel: str, tokens: int, heads: int, arch: str, check: Check) -> str
         raise check.fail("kernel", "flash_mla", f"{must} {heads} heads on sm_{arch}")
     if kernel != "auto":
         return kernel
-    if flash_mla.serves(heads, arch) and not (heads == BLOCK_HEADS and 32 < tokens <= 132):
+    if flash_mla.serves(heads, arch) and heads != BLOCK_HEADS:
         return "flash_mla"
     return "hopper" if arch == "90a" else "portable"
 
@@ -153,7 +153,7 @@ def sparse_attention_cuda(
     tokens, heads = q.shape[:2]
     if not q.numel():
         return q.new_empty(q.shape)
-    kernel = choose(kernel, tokens, heads, jit.architecture(device), check)
+    kernel = choose(kernel, heads, jit.architecture(device), check)
     if kernel == "flash_mla":
         return flash_mla.decode(q, window, window_rows, entries, entry_rows, sink, rope, positions, scale, entry_lens)
     out = q.new_empty(q.shape)

@@ -73,7 +73,7 @@ def sparse_prefill_cuda(
     arch = jit.architecture(device)
     if kernel == "auto" and flash_mla.serves(q.shape[1], arch):
         kernel = "flash_mla"
-    kernel = choose(kernel, 0, q.shape[1], arch, check)
+    kernel = choose(kernel, q.shape[1], arch, check)
     if kernel == "flash_mla":
         return flash_mla.prefill(q, workspace, indices, sink, rope, positions, scale)
     out = q.new_empty(q.shape)
