@@ -74,7 +74,7 @@ def choose(kernel: str, heads: int, arch: str, check: Check) -> str:
         raise check.fail("kernel", "flash_mla", f"{must} {heads} heads on sm_{arch}")
     if kernel != "auto":
         return kernel
-    if flash_mla.serves(heads, arch) and heads != BLOCK_HEADS:
+    if flash_mla.serves(heads, arch) and (heads, arch) != (BLOCK_HEADS, "90a"):
         return "flash_mla"
     return "hopper" if arch == "90a" else "portable"
 

@@ -11,6 +11,7 @@ from kernel_steps import Plan, make_step
 
 from sglang_dsv4.formats import index_codec, main_codec
 from sglang_dsv4.geometry import INDEX_FP4, INDEX_FP32, MAIN_FP8, MAIN_FP32
+from sglang_dsv4.ops import flash_mla
 from sglang_dsv4.ops.checks import Check
 from sglang_dsv4.ops.index_query import index_query_cuda
 from sglang_dsv4.ops.index_scores import index_scores_cuda
@@ -156,4 +157,19 @@ def test_only_the_device_is_wrong_with_arguments_on_a_cpu(op):
 def test_an_unknown_kernel_is_named():
     for kernel, arch in (("fastest", "90a"), ("hopper", "80")):
         with pytest.raises(ValueError, match=r"^sparse_attention: kernel is"):
-            choose(kernel, 1, 64, arch, Check("sparse_attention"))
+            choose(kernel, 64, arch, Check("sparse_attention"))
+
+
+@pytest.mark.parametrize(
+    "heads,arch,served,kernel",
+    [
+        (64, "90a", True, "hopper"),
+        (128, "90a", True, "flash_mla"),
+        (64, "100a", True, "flash_mla"),
+        (32, "90a", False, "hopper"),
+        (64, "120a", False, "portable"),
+    ],
+)
+def test_decode_takes_the_kernel_that_was_fastest(monkeypatch, heads, arch, served, kernel):
+    monkeypatch.setattr(flash_mla, "serves", lambda heads, arch: served)
+    assert choose("auto", heads, arch, Check("sparse_attention")) == kernel
