@@ -181,7 +181,7 @@ class Run:
         from sglang_dsv4.cache.publish import publish_ahead
 
         self.engine.tree.published = self.on_snapshot
-        others = [SimpleNamespace(origin_input_ids=array("q", ids.tobytes())) for ids in waiting]
+        others = [SimpleNamespace(origin_input_ids=array("q", ids.tobytes()), extra_key=None) for ids in waiting]
         publish_ahead(self.engine.tree, [self.req], others)
 
     def prompt_done(self) -> None:
@@ -239,7 +239,11 @@ class Run:
         kv, table = self.req.kv, self.engine.pool.req_to_token
         last = table[kv.req_pool_idx, begin - 1 : begin].long()
         lengths = torch.tensor([begin + 1])
-        first = int(alloc_paged_token_slots_decode(self.engine.tree, lengths, lengths, last)[0])
+        try:
+            first = int(alloc_paged_token_slots_decode(self.engine.tree, lengths, lengths, last)[0])
+        except RuntimeError as error:  # what was room when the request was let in has become snapshots since
+            told = "running requests are out of pages, where a server takes one back: give more memory"
+            raise ValueError(told) from error
         table[kv.req_pool_idx, begin:end] = torch.arange(first, first + end - begin, dtype=table.dtype)
         kv.kv_allocated_len = kv.kv_committed_len = end
 

@@ -44,10 +44,20 @@ def parts(text: str) -> list[float]:
     return [part(each) for each in text.split(",")]
 
 
+MOST_BYTES = 2.0**50  # that a memory may have
+
+
+def factor(text: str) -> float:
+    """A number above 0."""
+    if not 0 < _number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return float(text)
+
+
 def memories(text: str) -> list[str]:
     """Comma-separated sizes of memory as `simulate.limits_for` takes them."""
     for each in text.split(","):
-        if each not in ("ample", "third") and not 0 < _number(each) < float("inf"):
+        if each not in ("ample", "third") and not 0 < _number(each) <= MOST_BYTES:
             raise argparse.ArgumentTypeError(f"{each!r} is none of ample, third, a fraction, a number of bytes")
     return text.split(",")
 

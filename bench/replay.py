@@ -31,7 +31,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import answers  # noqa: E402
 import workloads  # noqa: E402
 from answers import Recording  # noqa: E402
-from measure import CAUSES, HIDDEN, NO_SNAPSHOT, PAGE, SNAPSHOT, Row, misses, percentiles, summary, write  # noqa: E402
+from measure import (  # noqa: E402
+    CAUSES,
+    HIDDEN,
+    NO_SNAPSHOT,
+    PAGE,
+    SNAPSHOT,
+    Row,
+    factor,
+    misses,
+    percentiles,
+    summary,
+    write,
+)
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource, Workload  # noqa: E402
 
@@ -312,7 +324,7 @@ def main() -> None:
     parser.add_argument("workload", help=f"{', '.join(workloads.PRESETS)}, or the path of a recording")
     parser.add_argument("--url", required=True, help="http://HOST:PORT")
     parser.add_argument("--path", type=Path, help="recording for coding-agent or mooncake")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
+    parser.add_argument("--scale", type=factor, default=1.0, help="factor on all lengths")
     parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
     parser.add_argument("--limit", type=int, help="requests to take from the beginning")
     parser.add_argument("--users", type=int, default=1, help="requests in flight, closed loop (1)")

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import belady  # noqa: E402
 import workloads  # noqa: E402
 from engine import Engine, Ids, Limits, Run  # noqa: E402
-from measure import Row, memories, misses, parts, positive, summary, write  # noqa: E402
+from measure import Row, factor, memories, misses, parts, positive, summary, write  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import Conversations, Request, TokenSource, Workload  # noqa: E402
 
@@ -245,6 +245,8 @@ def simulate(
     geometry = flash()
     limits = limits_for(workload, memory, geometry, users=users, chunk=chunk, share=share)
     limits = replace(limits, granule=granule)
+    if chunk % limits.page:
+        raise ValueError(f"a chunk of {chunk} tokens is no multiple of the page, {limits.page}: servers refuse it")
     before = counters.numbers()
     start = time.perf_counter()
     simulation = Simulation(workload, Engine(limits, geometry), users=users)
@@ -261,7 +263,7 @@ def simulate(
         **result,
         "oracle_tokens": known,
         "split_oracle_tokens": split_oracle_tokens(simulation),
-        "cached_over_oracle": round(result["cached_tokens"] / known, 4) if known else 1.0,
+        "cached_over_oracle": _over(result["cached_tokens"], known),
         "peak_pages": simulation.engine.peak_pages,
         "peak_snapshots": simulation.engine.peak_snapshots,
         "counters": {name: count - before[name] for name, count in counters.numbers().items()},
@@ -269,19 +271,26 @@ def simulate(
     }
 
 
+def _over(cached: int, known: int) -> float | None:
+    """None where the oracle finds nothing and the cache does."""
+    if known:
+        return round(cached / known, 4)
+    return None if cached else 1.0
+
+
 def describe(results: Sequence[dict[str, Any]]) -> str:
     """A line a run."""
     head = ("workload", "memory", "prompt", "cached", "ideal", "recomputed/ideal", "oracle", "cached/oracle", "s")
     keys = ("workload", "memory", "prompt_tokens", "cached_tokens", "ideal_tokens", "recomputed_over_ideal")
     tail = ("oracle_tokens", "cached_over_oracle", "seconds")
-    return table(head, [tuple(r[k] for k in (*keys, *tail)) for r in results], left=2)
+    return table(head, [tuple("" if r[k] is None else r[k] for k in (*keys, *tail)) for r in results], left=2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run a workload through the cache without a model.")
     parser.add_argument("workload", nargs="+", help=f"{', '.join(workloads.PRESETS)}, or the path of a recording")
     parser.add_argument("--path", type=Path, help="recording for coding-agent or mooncake")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
+    parser.add_argument("--scale", type=factor, default=1.0, help="factor on all lengths")
     parser.add_argument("--chats", type=positive, help="number of chats of short-chats (120)")
     parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
     parser.add_argument(

@@ -164,13 +164,13 @@ def ahead(monkeypatch):
 def in_flight(row, ids, *, known=0, **fields):
     req = request(row, prefix=known, end=len(ids))
     req.origin_input_ids = ids
-    state = {"is_retracted": False, "discard_output_reason": None, "finished": lambda: False}
+    state = {"is_retracted": False, "discard_output_reason": None, "finished": lambda: False, "extra_key": None}
     vars(req).update(state | fields)
     return req
 
 
-def of(*ids):
-    return SimpleNamespace(origin_input_ids=list(ids))
+def of(*ids, extra_key=None):
+    return SimpleNamespace(origin_input_ids=list(ids), extra_key=extra_key)
 
 
 TEXT = list(range(600))
@@ -184,6 +184,7 @@ def test_a_prompt_in_flight_is_published_ahead_where_a_waiting_one_shares_a_page
         ([of(*TEXT[:383], -1, -1)], []),  # parts within the page
         ([of(*TEXT[:384])], []),  # a match is capped one token short
         ([of(-1, *TEXT[1:])], []),  # another text
+        ([of(*TEXT, extra_key="another")], []),  # the same text where no match looks for it
         ([of(7), of(*TEXT[:384], -1)], [1]),
     ]:
         publish.publish_ahead(tree, reqs, waiting)

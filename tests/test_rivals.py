@@ -232,6 +232,10 @@ WRONG_OPTIONS = [
     ("simulate", ["--chats", "0"]),
     ("simulate", ["--share", "2"]),
     ("simulate", ["--memory", "-1"]),
+    ("simulate", ["--memory", "1e30"]),
+    ("simulate", ["--scale", "nan"]),
+    ("simulate", ["--scale", "0"]),
+    ("replay", ["--scale", "inf"]),
     ("standing", ["--limit", "0"]),
 ]
 

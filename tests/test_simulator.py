@@ -12,7 +12,7 @@ from engine import Engine, Limits
 from measure import misses, summary
 from moving import SharedEngine
 from prefixes import PrefixIndex
-from simulate import Simulation, flash, limits_for, oracle_tokens
+from simulate import Simulation, describe, flash, limits_for, oracle_tokens, simulate
 from workloads import PRESETS, Conversations, Piece, Request, TokenSource, Workload, build
 
 from sglang_dsv4.cache.causes import NEW
@@ -323,3 +323,15 @@ def test_ends_of_answers_are_left_out_only_while_slots_are_scarce():
         run(workload, limits_for(workload, memory, flash(), users=1, chunk=8192))
         left_out[memory] = counters.skipped - before
     assert left_out["ample"] == 0 and left_out["third"] > 0
+
+
+def test_a_chunk_that_servers_refuse_is_refused():
+    with pytest.raises(ValueError, match="a chunk of 100 tokens is no multiple of the page, 128"):
+        simulate(build("branching", limit=3), "ample", chunk=100)
+
+
+def test_an_oracle_that_finds_nothing_makes_no_ratio():
+    """What running requests leave free of their five slots, the oracle does not have."""
+    result = simulate(build("short-chats", limit=60, scale=0.1), "0.05", users=16)
+    assert result["oracle_tokens"] == 0 < result["cached_tokens"]
+    assert result["cached_over_oracle"] is None and "None" not in describe([result])

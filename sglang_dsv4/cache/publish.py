@@ -129,7 +129,8 @@ def _shares_new_page(tree: Any, req: Any, other: Any) -> bool:
     """Whether the other's prompt begins with the request's as far as the tree has it, and a page more."""
     end = req.kv.cache_protected_len + tree.page_size
     ours, theirs = req.origin_input_ids, other.origin_input_ids
-    if not end <= len(ours) or not end < len(theirs):  # a match is capped one token short of the prompt
+    # A match stays within one namespace, and is capped one token short of the prompt.
+    if req.extra_key != other.extra_key or not end <= len(ours) or not end < len(theirs):
         return False
     last = end - tree.page_size  # its page first: comparing 131,072 tokens takes a millisecond
     return bool(ours[last:end] == theirs[last:end] and ours[:last] == theirs[:last])
