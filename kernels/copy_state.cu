@@ -8,8 +8,11 @@
 #include "dsv4/check.h"
 #include "dsv4/codecs.cuh"
 #include "dsv4/grid.cuh"
+#include "dsv4/hopper.cuh"
 
 namespace {
+
+using namespace dsv4;
 
 constexpr bool kBulk = DSV4_ARCH >= 90;
 constexpr int kThreads = 256;
@@ -64,30 +67,10 @@ struct Items {
 
 #if DSV4_ARCH >= 90
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ __forceinline__ void start_load(uint4* stage, uint64_t* barrier, const Tile& tile) {
-  const unsigned bytes = static_cast<unsigned>(tile.vectors * sizeof(uint4));
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(stage)),
-               "l"(tile.source), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-
-__device__ __forceinline__ void wait_load(uint64_t* barrier, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
+  const unsigned bytes = static_cast<unsigned>(tile.vectors * sizeof(uint4)), at = shared_address(barrier);
+  hopper::mbarrier_expect(at, bytes);
+  hopper::copy_bulk(shared_address(stage), tile.source, bytes, at);
 }
 
 __device__ __forceinline__ void start_store(const uint4* stage, const Tile& tile) {
@@ -108,7 +91,7 @@ __device__ __forceinline__ void copy_items(const Items& items, int first, int st
   }
   for (int item = first; item < count; item += stride, ++stored) {
     const unsigned stage = stored % kStages;
-    wait_load(&barriers[stage], stored / kStages & 1);
+    hopper::mbarrier_wait(&barriers[stage], stored / kStages & 1);
     start_store(ring + stage * kTile, items[item]);
     if (next < count) {
       // The stage to fill held the tile whose store was started one iteration ago.
@@ -145,8 +128,8 @@ __global__ void __launch_bounds__(kThreads)
                       const int64_t num_slots) {
   __shared__ int64_t pairs[kThreads][2];
   __shared__ int warp_counts[kThreads / 32];
-  dsv4::grid_dependency_launch();
-  dsv4::grid_dependency_wait();
+  grid_dependency_launch();
+  grid_dependency_wait();
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const Items items = {windows, overlaps, pairs};
 #if DSV4_ARCH >= 90
@@ -154,8 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint64_t barriers[kStages];
   unsigned loads = 0;
   if (thread < kStages) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barriers[thread])) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    hopper::mbarrier_init(&barriers[thread], 1);
+    hopper::mbarrier_init_fence();
   }
 #endif
 
@@ -168,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool due = from >= 0 && to >= 0 && from < num_slots && to < num_slots;
     if (!__syncthreads_or(due)) continue;
     // Every CTA lists the due pairs in the same order, so that they agree on the items.
-    const unsigned ballot = __ballot_sync(dsv4::kFullMask, due);
+    const unsigned ballot = __ballot_sync(kFullMask, due);
     if (lane == 0) warp_counts[warp] = __popc(ballot);
     __syncthreads();
     int at = __popc(ballot & ((1u << lane) - 1)), count = 0;
@@ -189,12 +172,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-Planes make_planes(const dsv4::TensorView& tensor, int64_t element_bytes) {
+Planes make_planes(const TensorView& tensor, int64_t element_bytes) {
   int64_t slot_elements = 1;
   for (int d = 2; d < tensor.ndim(); ++d) slot_elements *= tensor.size(d);
   const int per_vector = static_cast<int>(sizeof(uint4) / element_bytes);
   Planes planes = {};
-  planes.base = dsv4::data_of<uint4>(tensor);
+  planes.base = data_of<uint4>(tensor);
   planes.layers = static_cast<int>(tensor.size(0));
   planes.layer_stride = tensor.stride(0) / per_vector;
   planes.slot_stride = tensor.stride(1) / per_vector;
@@ -204,16 +187,16 @@ Planes make_planes(const dsv4::TensorView& tensor, int64_t element_bytes) {
   return planes;
 }
 
-void copy_state(dsv4::TensorView windows, dsv4::TensorView overlaps, dsv4::TensorView src, dsv4::TensorView dst) {
-  const dsv4::DeviceGuard guard(windows);
+void copy_state(TensorView windows, TensorView overlaps, TensorView src, TensorView dst) {
+  const DeviceGuard guard(windows);
   if (src.size(0) == 0) return;
-  dsv4::LaunchShape shape;
-  shape.grid = dim3(dsv4::multiprocessors() * kBlocksPerMultiprocessor);
+  LaunchShape shape;
+  shape.grid = dim3(multiprocessors() * kBlocksPerMultiprocessor);
   shape.block = dim3(kThreads);
   shape.dynamic_smem = kRingBytes;
   shape.overlap = true;
-  dsv4::launch(windows, shape, copy_state_kernel, make_planes(windows, 1), make_planes(overlaps, 4),
-               dsv4::data_of<const int64_t>(src), dsv4::data_of<const int64_t>(dst), static_cast<int>(src.size(0)),
+  launch(windows, shape, copy_state_kernel, make_planes(windows, 1), make_planes(overlaps, 4),
+               data_of<const int64_t>(src), data_of<const int64_t>(dst), static_cast<int>(src.size(0)),
                windows.size(1));
 }
 

@@ -5,6 +5,7 @@
 
 #include "dsv4/codecs.cuh"
 #include "dsv4/mma.cuh"
+#include "dsv4/predicated.cuh"
 #include "dsv4/rows.cuh"
 
 namespace dsv4 {

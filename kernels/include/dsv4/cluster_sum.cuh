@@ -24,19 +24,15 @@ struct ClusterSum {
 
   // All threads of all blocks call it first; it orders no memory but the barriers.
   __device__ __forceinline__ void open() {
-#if DSV4_ARCH >= 90
     if constexpr (kBlocks > 1) {
       if (threadIdx.x == 0) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barriers[i])) : "memory");
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < 2; ++i) hopper::mbarrier_init(&barriers[i], 1);
+        hopper::mbarrier_init_fence();
       }
       __syncwarp();
-      asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+      hopper::cluster_meet();
     }
-#endif
   }
 
   // The first kWarps warps of every block call it, each with its part in all lanes; `round` counts the calls.
@@ -44,7 +40,7 @@ struct ClusterSum {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, turn = round & 1;
     if constexpr (kBlocks > 1) {
       push(own, warp, lane, turn);
-      wait(turn, (round >> 1) & 1);
+      hopper::mbarrier_wait(&barriers[turn], (round >> 1) & 1);
     } else {
       if (lane == 0) parts[turn][warp] = own;
       named_barrier(1, 32 * kWarps);
@@ -58,41 +54,12 @@ struct ClusterSum {
  private:
   // Lane l sends to block l.
   __device__ __forceinline__ void push(float own, int warp, int lane, int turn) {
-#if DSV4_ARCH >= 90
     const unsigned barrier = shared_address(&barriers[turn]);
-    if (threadIdx.x == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                   "n"(kParts * sizeof(float))
-                   : "memory");
-    }
+    if (threadIdx.x == 0) hopper::mbarrier_expect(barrier, kParts * sizeof(float));
     if (lane < kBlocks) {
-      unsigned rank;
-      asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-      asm volatile(
-          "{\n"
-          ".reg .b32 part, barrier;\n"
-          "mapa.shared::cluster.u32 part, %0, %3;\n"
-          "mapa.shared::cluster.u32 barrier, %1, %3;\n"
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [part], %2, [barrier];\n"
-          "}" ::"r"(shared_address(&parts[turn][rank * kWarps + warp])),
-          "r"(barrier), "f"(own), "r"(lane)
-          : "memory");
+      const unsigned part = shared_address(&parts[turn][hopper::cluster_rank() * kWarps + warp]);
+      hopper::cluster_send(hopper::cluster_address(part, lane), own, hopper::cluster_address(barrier, lane));
     }
-#endif
-  }
-
-  __device__ __forceinline__ void wait(int turn, int parity) {
-#if DSV4_ARCH >= 90
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(shared_address(&barriers[turn])),
-        "r"(parity)
-        : "memory");
-#endif
   }
 };
 

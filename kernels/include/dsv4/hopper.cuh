@@ -1,5 +1,6 @@
-// sm_90a instructions: warpgroup matrix products, mbarriers, clusters. On other targets the bodies vanish, so that
-// every kernel compiles everywhere; the host never launches a Hopper kernel on another device.
+// sm_90a instructions, as warpgroup matrix products, and those that came with it and stayed: mbarriers, bulk copies,
+// clusters. On other targets the bodies vanish, so that every kernel compiles everywhere; the host never launches a
+// Hopper kernel on another device.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,12 @@
 #define DSV4_HOPPER 1
 #else
 #define DSV4_HOPPER 0
+#endif
+// What stayed.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define DSV4_CLUSTERS 1
+#else
+#define DSV4_CLUSTERS 0
 #endif
 
 namespace dsv4 {
@@ -49,26 +56,26 @@ __device__ __forceinline__ void fence_async_shared() {
 // ---- mbarriers ----
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, unsigned arrivals) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 #endif
 }
 
 __device__ __forceinline__ void mbarrier_init_fence() {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
 // Before its place is initialised again.
 __device__ __forceinline__ void mbarrier_invalidate(uint64_t* barrier) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, unsigned arrivals = 1) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0], %1;\n}" ::"r"(shared_address(barrier)),
                "r"(arrivals)
                : "memory");
@@ -77,7 +84,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, unsigned arri
 
 // The same where the condition holds, without a branch; `barrier` is an address in shared memory.
 __device__ __forceinline__ void mbarrier_arrive_if(unsigned barrier, bool condition) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -92,14 +99,14 @@ __device__ __forceinline__ void mbarrier_arrive_if(unsigned barrier, bool condit
 // Arrives and lets the phase also wait for this many bytes of bulk copies; `barrier` is an address in shared memory,
 // here and in copies.
 __device__ __forceinline__ void mbarrier_expect(unsigned barrier, unsigned bytes) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
 
 // `bytes` from global to shared memory by the bulk copy engine; all of it in whole 16-byte units.
 __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, unsigned bytes, unsigned barrier) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
@@ -108,7 +115,7 @@ __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, u
 
 // Arrives when all copy_async16 that this thread has issued are complete.
 __device__ __forceinline__ void mbarrier_arrive_copied(uint64_t* barrier) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
@@ -117,7 +124,7 @@ __device__ __forceinline__ void mbarrier_arrive_copied(uint64_t* barrier) {
 // from uniform registers, and otherwise the compiler loops over the lanes.
 __device__ __forceinline__ bool elect_one() {
   unsigned elected = 0;
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
 #endif
   return elected;
@@ -125,7 +132,7 @@ __device__ __forceinline__ bool elect_one() {
 
 // Waits for the phase of this parity to complete; of a new barrier the one before its first has the odd parity.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -145,51 +152,51 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, unsigned parity
 
 __device__ __forceinline__ unsigned cluster_rank() {
   unsigned rank = 0;
-#if DSV4_HOPPER
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#if DSV4_CLUSTERS
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 #endif
   return rank;
 }
 
-// The same where only initialised mbarriers are handed over (mbarrier_init_fence): it waits for no writes.
-__device__ __forceinline__ void cluster_meet() {
-#if DSV4_HOPPER
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+__device__ __forceinline__ void cluster_sync() {
+#if DSV4_CLUSTERS
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void cluster_sync() {
-#if DSV4_HOPPER
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+// The same where only initialised mbarriers are handed over (mbarrier_init_fence): it waits for no writes.
+__device__ __forceinline__ void cluster_meet() {
+#if DSV4_CLUSTERS
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
 // Address in the shared memory of another block of the cluster.
 __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
   unsigned remote = 0;
-#if DSV4_HOPPER
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+#if DSV4_CLUSTERS
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
 #endif
   return remote;
 }
 
 // To the shared memory of a block of the cluster, without waiting; its mbarrier counts the bytes that have arrived.
 __device__ __forceinline__ void cluster_send(unsigned address, const uint4& v, unsigned barrier) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
                : "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_send(unsigned address, float2 v, unsigned barrier) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(v.x), "f"(v.y), "r"(barrier)
                : "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_send(unsigned address, float v, unsigned barrier) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(v),
                "r"(barrier)
                : "memory");
@@ -197,13 +204,13 @@ __device__ __forceinline__ void cluster_send(unsigned address, float v, unsigned
 }
 
 __device__ __forceinline__ void cluster_store(unsigned address, int value) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 #endif
 }
 
 __device__ __forceinline__ void cluster_add(unsigned address, int value) {
-#if DSV4_HOPPER
+#if DSV4_CLUSTERS
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 #endif
 }

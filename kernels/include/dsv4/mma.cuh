@@ -88,6 +88,7 @@ __device__ __forceinline__ uint4 load_shared16(unsigned address) {
                : "memory");
   return v;
 }
+// Volatile: it keeps its place among such loads (load16_if in predicated.cuh).
 __device__ __forceinline__ void store_shared16(unsigned address, const uint4& v) {
   asm volatile("st.volatile.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -111,40 +112,6 @@ __device__ __forceinline__ uint4 load_once16(const void* pointer) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(pointer));
   return v;
-}
-// Loads from kOffset bytes further on, leaving `v` as it is where `valid` is false. In one piece: a choice between a load
-// and something else would wait for the load. Volatile: the compiler keeps it among the stores (store_shared16), and does
-// not leave it for last.
-template <int kOffset>
-__device__ __forceinline__ void load16_if(uint4& v, const void* pointer, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "@p ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4 + %6];\n"
-      "}"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "l"(pointer), "r"(static_cast<int>(valid)), "n"(kOffset));
-}
-__device__ __forceinline__ void load8_if(uint2& v, const void* pointer, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %3, 0;\n"
-      "@p ld.volatile.global.v2.u32 {%0, %1}, [%2];\n"
-      "}"
-      : "+r"(v.x), "+r"(v.y)
-      : "l"(pointer), "r"(static_cast<int>(valid)));
-}
-__device__ __forceinline__ void load4_if(unsigned& v, const void* pointer, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "@p ld.volatile.global.u32 %0, [%1];\n"
-      "}"
-      : "+r"(v)
-      : "l"(pointer), "r"(static_cast<int>(valid)));
 }
 __device__ __forceinline__ unsigned load_once4(const void* pointer) {
   unsigned v;

@@ -1,5 +1,5 @@
 // Few instructions where the compiler takes twice as many: comparisons that count, load, store or vote without a branch.
-// Addresses are of shared memory.
+// Addresses that are numbers are of shared memory.
 #pragma once
 
 #include "dsv4/warp.cuh"
@@ -50,6 +50,40 @@ __device__ __forceinline__ void load_here_if(float4& v, const float4* source, bo
       "}"
       : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
       : "l"(source), "r"(static_cast<int>(condition)));
+}
+
+// The same from kOffset bytes further on; a choice between a load and something else would wait for the load. Volatile: the
+// assembler keeps it among the stores (store_shared16), and does not leave it for last.
+template <int kOffset>
+__device__ __forceinline__ void load16_if(uint4& v, const void* pointer, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4 + %6];\n"
+      "}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(pointer), "r"(static_cast<int>(valid)), "n"(kOffset));
+}
+__device__ __forceinline__ void load8_if(uint2& v, const void* pointer, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p ld.volatile.global.v2.u32 {%0, %1}, [%2];\n"
+      "}"
+      : "+r"(v.x), "+r"(v.y)
+      : "l"(pointer), "r"(static_cast<int>(valid)));
+}
+__device__ __forceinline__ void load4_if(unsigned& v, const void* pointer, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p ld.volatile.global.u32 %0, [%1];\n"
+      "}"
+      : "+r"(v)
+      : "l"(pointer), "r"(static_cast<int>(valid)));
 }
 
 // Lanes in whose value this bit is set.
