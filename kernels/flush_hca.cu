@@ -191,6 +191,9 @@ struct Resumed {
   }
 };
 
+// Waits for the copies of this thread's touch_ape().
+__device__ __forceinline__ void await_touches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Brings the slice of ape, from offset `kept` on, to the L1 cache, where its CTAs on this multiprocessor share it: a
 // word per sector is copied and never read, for which no register has to wait. Without slices it would not fit.
 template <typename T>
@@ -202,6 +205,7 @@ __device__ __forceinline__ void touch_ape(Shared& shared, const Step<T>& step, i
     const int slice_channel = step.channel - static_cast<int>(4 * (threadIdx.x % kLanes));
     const int channel = slice_channel + static_cast<int>(kSector * (threadIdx.x % kRowSectors));
     const float* source = step.ape + channel + row * kHeadDim;
+    await_touches();  // a request before this one copied to the same words
 #pragma unroll
     for (int i = 0; i < kTouches; ++i) {
       asm volatile(
@@ -518,7 +522,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   } else {
     take_tokens(shared, meta, weights, step, slice, (unit - request_units) * kHcaRatio);
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");  // those of touch_ape()
+  await_touches();
 }
 
 template <typename T>
