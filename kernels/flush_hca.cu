@@ -21,6 +21,7 @@
 #include "dsv4/compress.cuh"
 #include "dsv4/grid.cuh"
 #include "dsv4/meta.cuh"
+#include "dsv4/mma.cuh"
 
 namespace {
 
@@ -192,7 +193,10 @@ struct Resumed {
 };
 
 // Waits for the copies of this thread's touch_ape().
-__device__ __forceinline__ void await_touches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void await_touches() {
+  copy_async_commit();
+  copy_async_wait<0>();
+}
 
 // Brings the slice of ape, from offset `kept` on, to the L1 cache, where its CTAs on this multiprocessor share it: a
 // word per sector is copied and never read, for which no register has to wait. Without slices it would not fit.
