@@ -92,6 +92,8 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   bool selected = false;
   if (kThreads > kFewThreads && longest <= kBlockHolds<kThreads, 4>) {
     selected = select_held<kThreads, 4>(p, team, token, request, held, base, 0, early);
+  } else if (kThreads > kFewThreads && longest <= kBlockHolds<kThreads, 5>) {
+    selected = select_held<kThreads, 5>(p, team, token, request, held, base, 0, early);
   } else if (longest <= kBlockHolds<kThreads>) {
     selected = select_held<kThreads, kMostSteps>(p, team, token, request, held, base, 0, early);
   }

@@ -383,7 +383,7 @@ def check_distributions(visible: list[int], width: int, columns: int, topk: int,
 
 
 @pytest.mark.parametrize("rows", [1, 9, 40, 140])
-@pytest.mark.parametrize("width", [16_400, 32_768, 33_001, 140_001])
+@pytest.mark.parametrize("width", [16_400, 20_480, 32_768, 33_001, 40_960, 40_961, 140_001])
 def test_topk_of_long_rows_however_scores_are_spread(device, width, rows):
     """Rows that a block holds, that a cluster of 8 or 2 blocks shares, and that are loaded again in each pass."""
     visible = [width - 1013 * i % (width // 3) for i in range(rows)]
