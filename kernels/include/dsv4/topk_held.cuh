@@ -328,11 +328,12 @@ __device__ __forceinline__ bool select_held(const Params& p, HeldTeam<kThreads, 
     }
     int groups = kSteps;
 #pragma unroll
-    for (int half = kSteps / 2; half > 0; half /= 2) {
+    for (int had = kSteps; had > 1; had = (had + 1) / 2) {
+      const int half = (had + 1) / 2;
       if (half * kThreads < 2 * share) continue;
       groups = half;
 #pragma unroll
-      for (int i = 0; i < half; ++i) highs[i] = fmaxf(highs[i], highs[i + half]);
+      for (int i = 0; i + half < had; ++i) highs[i] = fmaxf(highs[i], highs[i + half]);
     }
     float high = -INFINITY, low = INFINITY;
 #pragma unroll
