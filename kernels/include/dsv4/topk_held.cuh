@@ -1,7 +1,7 @@
 // Top-k of rows that a block, or a cluster of blocks, holds in registers: few rows, as in a decode step, where a row is
 // one chain of barriers and few of them matter more than few instructions.
 //
-//   1. Each thread holds 4, 8, 16 or 32 scores. The first are under way before the row's length is known.
+//   1. Each thread holds 4, 8, 16, 20 or 32 scores. The first are under way before the row's length is known.
 //   2. A search takes rounds of one barrier, each of which divides a range into kWays: a warp finds how many of its keys
 //      reach each way's edge by six ballots, a lane two edges; the warps' counts add up in shared memory, no two lanes of
 //      a warp at one place. So equal and bunched scores cost what others do, and a range of 32 bits takes at most six.
