@@ -28,6 +28,7 @@ _COLUMNS = (
     ("peak_pages", "peak pages"),
     ("peak_snapshots", "peak snapshots"),
 )
+PANELS = 3  # side by side
 _TIMES = (("ttft_s", "first token"), ("inter_token_s", "between tokens"))
 
 
@@ -108,8 +109,12 @@ def _memory(runs: Sequence[dict[str, Any]], folder: Path) -> str | None:
     panels = {name: systems for name, systems in series.items() if any(len(p) > 1 for p in systems.values())}
     if not panels:
         return None
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), squeeze=False)
-    for axis, (name, systems) in zip(axes[0], panels.items(), strict=True):
+    wide = min(len(panels), PANELS)
+    rows = -(-len(panels) // wide)
+    figure, axes = plt.subplots(rows, wide, figsize=(4 * wide, 3.2 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (name, systems) in zip(axes.flat, panels.items(), strict=False):
         for system, points in systems.items():
             x, y = zip(*sorted(points), strict=True)
             axis.plot(x, y, marker="o", label=system)
