@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from engine import Engine, Limits  # noqa: E402
-from measure import positives, write  # noqa: E402
+from kept import Kept, told  # noqa: E402
+from measure import positives  # noqa: E402
 from simulate import Simulation, flash  # noqa: E402
 from workloads import Piece, Request, Workload  # noqa: E402
 
@@ -136,10 +137,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=positives, default=[1000, 5000, 20_000], help="comma-separated sizes of trees")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    rows = [row for nodes in args.nodes for row in measure(nodes)]
-    print(table(tuple(rows[0]), [tuple(row.values()) for row in rows], left=0))
-    if args.out:
-        write(args.out, {"looks": rows})
+    kept = Kept()
+    with told("in_the_way", kept, lambda rows: table(tuple(rows[0]), [tuple(row.values()) for row in rows], left=0)):
+        kept.into(args.out)
+        for nodes in args.nodes:
+            kept.add(measure(nodes))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import workloads  # noqa: E402
 from engine import Engine, Limits  # noqa: E402
-from measure import memories, part, positive, positives, write  # noqa: E402
+from kept import Kept, told  # noqa: E402
+from measure import memories, part, positive, positives  # noqa: E402
 from simulate import Simulation, flash, limits_for, oracle_tokens  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
@@ -182,6 +184,13 @@ def measure(workload: Workload, memory: str, lots: list[int], floor: float) -> l
     return rows
 
 
+def describe(results: Sequence[dict[str, Any]]) -> str:
+    """A line a run."""
+    keys = ("workload", "memory", "split", "cached_tokens", "oracle_tokens", "cached_over_oracle")
+    keys = (*keys, "peak_pages", "peak_snapshots")
+    return table(keys, [tuple(row[key] for key in keys) for row in results], left=3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload", nargs="*", default=[name for name in PRESETS if name != "mooncake"])
@@ -193,21 +202,14 @@ def main() -> None:
     parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    results: list[dict[str, Any]] = []
-    command = " ".join(["python", "bench/moving.py", *sys.argv[1:]])
-    try:
+    kept = Kept(command=" ".join(["python", "bench/moving.py", *sys.argv[1:]]))
+    with told("moving", kept, describe):
+        kept.into(args.out)
         for name in dict.fromkeys([*args.workload, *(["mooncake"] if args.path else [])]):
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, chats=args.chats, limit=args.limit)
             for memory in args.memory:
-                results += measure(built, memory, args.lot, args.floor)
-                if args.out:  # as they come: what follows may fail
-                    write(args.out, {"command": command, "runs": results})
-    except (OSError, ValueError) as error:
-        sys.exit(f"moving: {error}")
-    keys = ("workload", "memory", "split", "cached_tokens", "oracle_tokens", "cached_over_oracle")
-    keys = (*keys, "peak_pages", "peak_snapshots")
-    print(table(keys, [tuple(row[key] for key in keys) for row in results], left=3))
+                kept.add(measure(built, memory, args.lot, args.floor))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import answers  # noqa: E402
 import workloads  # noqa: E402
 from answers import Recording  # noqa: E402
+from kept import try_file  # noqa: E402
 from measure import (  # noqa: E402
     CAUSES,
     HIDDEN,
@@ -338,6 +339,9 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.0, help="of logprobs, for --against (0: to the bit)")
     args = parser.parse_args()
     try:
+        for file in (args.out, args.ids):
+            if file is not None:
+                try_file(file)
         low, _, high = (args.token_ids or "").partition(":")
         id_range = (int(low), int(high)) if args.token_ids else None
         built = workloads.build(args.workload, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
@@ -358,6 +362,9 @@ def main() -> None:
         )
         if kept is not None:
             kept.save(args.ids)
+    except KeyboardInterrupt:
+        print("replay: stopped", file=sys.stderr)
+        raise SystemExit(130) from None
     except (OSError, ValueError, ServerError) as error:
         sys.exit(f"replay: {error}")
     shown = [(key, value) for key, value in result.items() if not isinstance(value, list)]

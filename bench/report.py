@@ -38,7 +38,7 @@ def load(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             runs += json.loads(path.read_text())["runs"]
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a result of simulate.py or replay.py ({error!r})") from None
     return runs
 

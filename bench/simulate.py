@@ -28,7 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import belady  # noqa: E402
 import workloads  # noqa: E402
 from engine import Engine, Ids, Limits, Run  # noqa: E402
-from measure import Row, factor, memories, misses, parts, positive, summary, write  # noqa: E402
+from kept import Kept, told  # noqa: E402
+from measure import Row, factor, memories, misses, parts, positive, summary  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import Conversations, Request, TokenSource, Workload  # noqa: E402
 
@@ -305,19 +306,15 @@ def main() -> None:
     parser.add_argument("--chunk", type=positive, default=8192, help="prompt tokens of a step")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
-    results = []
-    try:
+    kept = Kept()
+    with told("simulate", kept, describe):
+        kept.into(args.out)
         for name in args.workload:
             built = workloads.build(name, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
             for memory in args.memory:
                 for share in args.share or [None]:
                     how = {"users": args.users, "chunk": args.chunk, "share": share, "granule": args.granule}
-                    results.append(simulate(built, memory, **how, progress=True))
-    except (OSError, ValueError) as error:
-        sys.exit(f"simulate: {error}")
-    print(describe(results))
-    if args.out:
-        write(args.out, {"runs": results})
+                    kept.add([simulate(built, memory, **how, progress=True)])
 
 
 if __name__ == "__main__":

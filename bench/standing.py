@@ -21,7 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import workloads  # noqa: E402
 from engine import Engine  # noqa: E402
-from measure import memories, parts, positive, write  # noqa: E402
+from kept import Kept, told  # noqa: E402
+from measure import memories, parts, positive  # noqa: E402
 from simulate import Simulation, flash, limits_for  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
@@ -63,6 +64,12 @@ def measure(workload: Workload, memory: str, share: float | None) -> dict[str, A
     }
 
 
+def describe(results: Sequence[dict[str, Any]]) -> str:
+    """A line a run."""
+    keys = ("workload", "memory", "share", "prompt_tokens", "standing_tokens", "saved_tokens", "saved_part")
+    return table(keys, [tuple("default" if row[key] is None else row[key] for key in keys) for row in results], left=3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload", nargs="*", default=[name for name in PRESETS if name != "mooncake"])
@@ -73,19 +80,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     shares = args.share or [None]
-    results = []
-    try:
+    kept = Kept(command=" ".join(["python", "bench/standing.py", *sys.argv[1:]]))
+    with told("standing", kept, describe):
+        kept.into(args.out)
         for name in [*args.workload, *(["mooncake"] if args.path else [])]:
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, limit=args.limit)
-            results += [measure(built, memory, share) for memory in args.memory for share in shares]
-    except (OSError, ValueError) as error:
-        sys.exit(f"standing: {error}")
-    keys = ("workload", "memory", "share", "prompt_tokens", "standing_tokens", "saved_tokens", "saved_part")
-    shown = [tuple("default" if row[key] is None else row[key] for key in keys) for row in results]
-    print(table(keys, shown, left=3))
-    if args.out:
-        write(args.out, {"command": " ".join(["python", "bench/standing.py", *sys.argv[1:]]), "runs": results})
+            for memory in args.memory:
+                for share in shares:
+                    kept.add([measure(built, memory, share)])
 
 
 if __name__ == "__main__":

@@ -195,8 +195,10 @@ def mooncake(scale: float = 1.0, path: Path | None = None) -> Workload:
                     break
             answer = _scaled(raw["output_length"], scale)
             requests.append(Request(f"request {number}", 0, raw["timestamp"] / 1e3, 0, tuple(pieces), answer))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:  # of JSON and of text that is not UTF-8, too
         raise ValueError(f"{path} is not a Mooncake trace: {error!r}") from None
+    if not requests:
+        raise ValueError(f"{path} holds no request")
     return Workload("mooncake", tuple(requests))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from sglang_dsv4.formats import (
     ue8m0_decode,
 )
 from sglang_dsv4.geometry import HCA_RATIO, INDEX_FP4
-from sglang_dsv4.tiny import draw_weights
+from sglang_dsv4.tiny import draw_weights, seed_number
 
 FP8_BLOCK = 128  # rows and columns that share a scale
 QUANTISATION = {
@@ -39,21 +40,38 @@ QUANTISATION = {
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }
 _FP8_NAMES = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
+_NEEDED = ("compress_ratios", "num_hidden_layers", "n_routed_experts", "num_experts_per_tok")
 _FLOAT32_SUFFIXES = ("_fn", "_base", "_scale", "ape", "attn_sink", "gate.bias")
 
 
 def cut(config: Mapping[str, Any], layers: int, experts: int) -> dict[str, Any]:
     """The raw config.json with fewer layers and experts.
 
-    Layers are taken from the front. Raises ValueError unless window-only, CSA and HCA layers are all left.
+    Layers are taken from the front. Raises ValueError unless window-only, CSA and HCA layers are all left, and for more
+    experts than there are or fewer than a token needs.
     """
     raw = dict(config)
-    ratios = raw["compress_ratios"][:layers]
-    if layers > raw["num_hidden_layers"] or HCA_RATIO not in ratios or not {0, 4} <= set(ratios):
-        raise ValueError(f"{layers} layers do not hold all three kinds: use 4 to {raw['num_hidden_layers']}")
+    most, chosen = raw["num_hidden_layers"], raw["num_experts_per_tok"]
+    ratios = raw["compress_ratios"][: max(0, layers)]
+    if layers > most or HCA_RATIO not in ratios or not {0, 4} <= set(ratios):
+        raise ValueError(f"{layers} layers do not hold all three kinds: use 4 to {most}")
+    if not chosen <= experts <= raw["n_routed_experts"]:
+        raise ValueError(f"{experts} experts: use {chosen}, which a token needs, to {raw['n_routed_experts']}")
     # The entry behind the layers belongs to the draft layer, which is not written.
     raw.update(num_hidden_layers=layers, n_routed_experts=experts, num_nextn_predict_layers=0, compress_ratios=ratios)
     return raw
+
+
+def raw_config(path: Path) -> dict[str, Any]:
+    """A DeepSeek-V4 config.json. Raises ValueError, naming the file, where it is none; OSError where there is none."""
+    try:
+        raw = json.loads(path.read_text())
+        missing = [name for name in _NEEDED if name not in raw]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a config.json: {error!r}") from None
+    if missing:
+        raise ValueError(f"{path} is not a DeepSeek-V4 config.json: it lacks {', '.join(missing)}")
+    return dict(raw)
 
 
 def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,11 +138,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--released-formats", action="store_true", help="FP8 linears and FP4 experts")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_number, default=0)
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = cut(json.loads(options.config.read_text()), options.layers, options.experts)
-    folder = write(options.path, config, seed=options.seed, device=device, released=options.released_formats)
+    try:
+        config = cut(raw_config(options.config), options.layers, options.experts)
+        folder = write(options.path, config, seed=options.seed, device=device, released=options.released_formats)
+    except (OSError, ValueError) as error:
+        sys.exit(f"checkpoint: {error}")
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e9:.2f} GB")
 

@@ -13,6 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -328,6 +329,29 @@ def _input_fault(req: Any) -> str | None:
     return None
 
 
+def _request_check(original: Callable[..., Any], self: Any, obj: Any) -> None:
+    from sglang_dsv4.config import serves_ours
+
+    if serves_ours() and (fault := _request_fault(obj)):
+        raise ValueError(fault)
+    original(self, obj)
+
+
+def _request_fault(obj: Any) -> str | None:
+    """`_input_fault` of what the scheduler's own check of a request does not see: one line, or None."""
+    if obj.positional_embed_overrides is not None:
+        return "positional_embed_overrides are not supported: layers that route by token id need the ids' own"
+    # SGLang's bookkeeping of logprobs would not add up.
+    for name, least, meaning in (
+        ("logprob_start_len", -1, "the first prompt token whose logprob is wanted, or -1 for none of them"),
+        ("top_logprobs_num", 0, "how many of the likeliest tokens are wanted at each place"),
+    ):
+        value = getattr(obj, name)
+        if value is not None and not (isinstance(value, Integral) and int(value) >= least):
+            return f"{name} is {value!r}: send an integer from {least} on, {meaning}"
+    return None
+
+
 def _refusal_text(original: Callable[..., Any]) -> str:
     import sys
 
@@ -479,6 +503,12 @@ HOOKS: tuple[Hook, ...] = (
         ("req", "max_req_input_len", "allow_auto_truncate"),
         _input_check,
         "an empty prompt or a token id outside the vocabulary ends the server",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_token_ids_logprob",
+        ("self", "obj"),
+        _request_check,
+        "a negative place of the first logprob, or embeddings for single tokens, end the server",
     ),
     Hook(
         f"{_SCHEDULER}.get_exception_traceback",

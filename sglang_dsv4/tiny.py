@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -260,12 +261,26 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def seed_number(text: str) -> int:
+    """Type of an argument: what torch takes as a seed."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
+    return value
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sglang_dsv4.tiny", description="Write a tiny checkpoint.")
     parser.add_argument("path", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the weights (default 0)")
     options = parser.parse_args(arguments)
-    folder = write_checkpoint(options.path, seed=options.seed)
+    try:
+        folder = write_checkpoint(options.path, seed=options.seed)
+    except (OSError, ValueError) as error:
+        sys.exit(f"tiny: {error}")
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:.1f} MB")
 

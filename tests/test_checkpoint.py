@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_dsv4 import checkpoint
+from sglang_dsv4 import checkpoint, tiny
 from sglang_dsv4.tiny import draw_weights, tiny_config
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code, without the sign
@@ -59,6 +59,52 @@ def test_a_cut_keeps_all_three_kinds_of_layer_or_is_refused():
         checkpoint.cut(flash(), 3, 16)
     with pytest.raises(ValueError, match="use 4 to 43"):
         checkpoint.cut(flash(), 44, 16)
+
+
+def config_file(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "given.json"
+    file.write_text(text)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--layers", "-3"], "-3 layers do not hold all three kinds: use 4 to"),
+        (["--layers", "0"], "0 layers do not hold all three kinds"),
+        (["--experts", "1"], "1 experts: use 2, which a token needs, to"),
+        (["--experts", "100000"], "100000 experts: use 2"),
+        (["--config", "{"], "given.json is not a config.json"),
+        (["--config", "5"], "given.json is not a config.json"),
+        (["--config", "[]"], "given.json is not a DeepSeek-V4 config.json: it lacks compress_ratios"),
+        (["--config", "nowhere"], "nowhere"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_cut_is_one_line_and_nothing_is_written(options, says, tmp_path, capsys):
+    name, value = options
+    if name == "--config":
+        given = value if value == "nowhere" else config_file(tmp_path, value)
+        options = [name, given]
+    else:
+        options = ["--config", config_file(tmp_path, json.dumps(tiny_config())), "--layers", "5", name, value]
+    with pytest.raises(SystemExit) as ended:
+        checkpoint.main([str(tmp_path / "written"), *options])
+    told = str(ended.value)
+    assert told.startswith("checkpoint: ") and says in told and "\n" not in told
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("main", [checkpoint.main, tiny.main], ids=["checkpoint", "tiny"])
+def test_a_folder_that_cannot_be_written_and_a_seed_that_is_none_are_one_line(main, tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    more = [] if main is tiny.main else ["--config", config_file(tmp_path, json.dumps(tiny_config())), "--layers", "5"]
+    with pytest.raises(SystemExit, match="taken"):
+        main([str(taken), *more])
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "new"), "--seed", "-99999999999999999999", *more])
+    assert "is not a whole number from 0 to 2^63 - 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("released", [False, True])

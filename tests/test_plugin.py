@@ -187,6 +187,37 @@ def test_a_request_that_would_end_the_server_or_be_answered_wrongly_is_refused_i
     assert checked() == "SGLang's own"
 
 
+def asked(**fields):
+    """What SGLang's check in front of the scheduler says of a request with ours around it."""
+    wrapper = next(h.wrapper for h in hooks.HOOKS if h.target.endswith("_validate_token_ids_logprob"))
+    request = {"logprob_start_len": -1, "top_logprobs_num": 0, "positional_embed_overrides": None, **fields}
+    wrapper(lambda self, obj: None, None, SimpleNamespace(**request))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"logprob_start_len": -2}, "logprob_start_len is -2: send an integer from -1 on"),
+        ({"logprob_start_len": [0]}, r"logprob_start_len is \[0\]: send an integer"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num is -1: send an integer from 0 on"),
+        ({"positional_embed_overrides": [1]}, "positional_embed_overrides are not supported"),
+    ],
+    ids=str,
+)
+def test_what_the_scheduler_does_not_check_is_refused_before_it(fields, says, monkeypatch):
+    from sglang_dsv4 import config
+
+    monkeypatch.setattr(config, "_parsed", False)
+    asked(**fields)  # another model's requests are not ours to judge
+    monkeypatch.setattr(config, "_parsed", True)
+    with pytest.raises(ValueError, match=says) as caught:
+        asked(**fields)
+    assert "\n" not in str(caught.value)
+    asked()
+    asked(logprob_start_len=None, top_logprobs_num=None)
+    asked(logprob_start_len=500, top_logprobs_num=5)
+
+
 def test_an_allocation_that_does_not_fit_is_one_line_and_other_errors_stay_themselves():
     with pytest.raises(Refused, match=r"no memory for pages of 9 tokens: .*allocate.*; lower it") as caught:
         with hooks._memory_for("pages of 9 tokens", "lower it"):

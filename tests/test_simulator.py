@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import belady
 import bounds
 import numpy as np
 import pytest
+import simulate as simulator
 from engine import Engine, Limits
 from measure import misses, summary
 from moving import SharedEngine
@@ -323,6 +325,68 @@ def test_ends_of_answers_are_left_out_only_while_slots_are_scarce():
         run(workload, limits_for(workload, memory, flash(), users=1, chunk=8192))
         left_out[memory] = counters.skipped - before
     assert left_out["ample"] == 0 and left_out["third"] > 0
+
+
+def simulated(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr("sys.argv", ["simulate.py", "short-chats", "--limit", "3", *map(str, arguments)])
+    simulator.main()
+
+
+def runs_of(file) -> list[str]:
+    return [run["memory"] for run in json.loads(file.read_text())["runs"]]
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(simulator, "simulate", None)
+    for out in (tmp_path, tmp_path / "a file" / "x.json"):
+        (tmp_path / "a file").write_text("")
+        with pytest.raises(SystemExit) as ended:
+            simulated(monkeypatch, "--out", out)
+        said = capsys.readouterr()
+        assert ended.value.code == 1 and said.out == ""
+        assert said.err.startswith("simulate: ") and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"), [(ValueError("too small"), 1, "too small"), (KeyboardInterrupt(), 130, "stopped")]
+)
+def test_what_was_measured_outlives_what_ends_the_program(error, code, says, monkeypatch, tmp_path, capsys):
+    whole = simulator.simulate
+
+    def fails(workload, memory, **how):
+        if memory == "third":
+            raise error
+        return whole(workload, memory, **how)
+
+    monkeypatch.setattr(simulator, "simulate", fails)
+    out = tmp_path / "new" / "runs.json"
+    with pytest.raises(SystemExit) as ended:
+        simulated(monkeypatch, "--memory", "ample,third", "--out", out)
+    said = capsys.readouterr()
+    assert ended.value.code == code and f"simulate: {says}\n" in said.err
+    assert "ample" in said.out and runs_of(out) == ["ample"]
+
+
+def test_a_file_that_was_there_is_kept_until_something_is_measured(monkeypatch, tmp_path):
+    out = tmp_path / "runs.json"
+    out.write_text("before")
+    monkeypatch.setattr(simulator, "simulate", lambda *a, **k: (_ for _ in ()).throw(ValueError("at once")))
+    with pytest.raises(SystemExit):
+        simulated(monkeypatch, "--out", out)
+    assert out.read_text() == "before"
+    monkeypatch.undo()
+    simulated(monkeypatch, "--memory", "ample", "--out", out)
+    assert runs_of(out) == ["ample"]
+
+
+def test_a_recording_without_a_request_is_named(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(ValueError, match=r"empty\.jsonl holds no request"):
+        build("mooncake", path=empty)
+    empty.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match=r"empty\.jsonl is not a Mooncake trace"):
+        build("mooncake", path=empty)
 
 
 def test_a_chunk_that_servers_refuse_is_refused():

@@ -158,6 +158,18 @@ HOSTILE = {
     "embeddings of another width": {"input_embeds": [[0.1] * 64] * 5},
     "a token past the vocabulary": {"input_ids": [5, 10**6]},
     "more logprobs than tokens": {"input_ids": words("greedy", 9), "return_logprob": True, "top_logprobs_num": 5000},
+    "logprobs from before the prompt, over several chunks": {
+        "input_ids": words("greedy", 1500),
+        "return_logprob": True,
+        "logprob_start_len": -2,
+    },
+    "fewer logprobs than none": {
+        "input_ids": words("greedy", 9),
+        "return_logprob": True,
+        "logprob_start_len": 3,
+        "top_logprobs_num": -1,
+    },
+    "embeddings for single tokens": {"input_ids": words("greedy", 9), "positional_embed_overrides": [1]},
     "a stop token past the vocabulary": {
         "input_ids": words("greedy", 9),
         "sampling_params": {"max_new_tokens": 3, "min_new_tokens": 2, "stop_token_ids": [99999]},
@@ -171,7 +183,8 @@ def test_a_hostile_request_is_refused_and_the_server_lives(case, client, cold, p
         told = json.dumps(client.post("/generate", {"sampling_params": {"max_new_tokens": 3}, **HOSTILE[case]}))
     except ServerError as error:
         told = str(error)
-    assert re.search("empty|not supported|vocabulary|input_embeds|disable-radix-cache|radix cache", told), told
+    says = "empty|not supported|vocabulary|input_embeds|disable-radix-cache|radix cache|send an integer"
+    assert re.search(says, told), told
     assert plain.process.poll() is None
     assert differences(client, cold, EDGES[:1]) == []
 
