@@ -9,7 +9,6 @@ the result of the one before it is processed; so the last token of an answer is 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -22,9 +21,6 @@ from numpy.typing import NDArray
 from sglang_dsv4.cache.granules import SplitPlan, plan_split
 from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST
 from sglang_dsv4.geometry import Geometry
-
-# SGLang names devices that some of its parts would want; nothing here runs on a device.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
 
 Ids = NDArray[np.int64]
 VOCABULARY = 1 << 30
