@@ -56,7 +56,7 @@ class Recording:
                 key = one["session"], one["turn"]
                 recording.answers[key] = _answer(one)
                 recording.prompts[key] = one["prompt_crc32"]
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a file of answers written with --ids ({error!r})") from None
         return recording
 

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from measure import writable  # noqa: E402
 
 from sglang_dsv4.cache.backing import backing_for, memory_for  # noqa: E402
 from sglang_dsv4.cache.granules import GRANULE, plan_split  # noqa: E402
@@ -209,8 +211,10 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=4.0, help="budget of slots and pages")
     parser.add_argument("--kernels", action="store_true", help="copy slots by the project's kernel, built first")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=writable)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(2, "backing_check: no CUDA device; --device cpu checks the bookkeeping\n")
     result: dict[str, Any] = {"commit": options.commit}
     try:
         result["card"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
@@ -228,7 +232,7 @@ def main() -> int:
             result["free_after"] = torch.cuda.mem_get_info()[0]
             result["graph"] = graph_reads(check)
             result["GB/s"] = bandwidth(check)
-    except (OSError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"backing_check: {error}", file=sys.stderr)
         return 1
     print(json.dumps(result, indent=1))

@@ -12,6 +12,7 @@ drawn at random.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ def shuffled(groups: Sequence[str], *, pages: int, room: float | Fraction, snaps
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     from simulate import flash, limits_for
 
     from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST

@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import report  # noqa: E402
 import workloads  # noqa: E402
-from measure import positive  # noqa: E402
+from measure import positive, writable  # noqa: E402
 from replay import replay, tokens_of  # noqa: E402
 from rivals import (  # noqa: E402
     DEFAULT_RATIO,
@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the others")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "compare")
-    parser.add_argument("--out", type=Path, help="JSON file for the rows; a Markdown page is written beside it")
+    parser.add_argument("--out", type=writable, help="JSON file for the rows; a Markdown page is written beside it")
     options = parser.parse_args()
     exit_on_signals()
     if options.resume and not options.out:

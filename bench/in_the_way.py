@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from engine import Engine, Limits  # noqa: E402
 from kept import Kept, told  # noqa: E402
-from measure import positives  # noqa: E402
+from measure import positives, writable  # noqa: E402
 from simulate import Simulation, flash  # noqa: E402
 from workloads import Piece, Request, Workload  # noqa: E402
 
@@ -135,11 +135,10 @@ def measure(nodes: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the finding of what lies in the way of a move.")
     parser.add_argument("--nodes", type=positives, default=[1000, 5000, 20_000], help="comma-separated sizes of trees")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=writable, help="JSON file for the results")
     args = parser.parse_args()
-    kept = Kept()
+    kept = Kept(args.out)
     with told("in_the_way", kept, lambda rows: table(tuple(rows[0]), [tuple(row.values()) for row in rows], left=0)):
-        kept.into(args.out)
         for nodes in args.nodes:
             kept.add(measure(nodes))
 

@@ -1,4 +1,4 @@
-"""Results that outlive whatever ends a program: their file is tried first and rewritten after every run."""
+"""Results that outlive whatever ends a program: their file is rewritten after every run."""
 
 from __future__ import annotations
 
@@ -11,31 +11,15 @@ from typing import Any
 from measure import write
 
 
-def try_file(path: Path) -> None:
-    """Raises OSError where `path` cannot be written; leaves it as it is, or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    there = path.exists()
-    with path.open("a"):
-        pass
-    if not there:
-        path.unlink()
-
-
 class Kept:
     """Rows as they come, and in a JSON file if one is named.
 
     about  what the file says beside the rows
     """
 
-    def __init__(self, **about: Any) -> None:
+    def __init__(self, out: Path | None, **about: Any) -> None:
         self.rows: list[dict[str, Any]] = []
         self._about = about
-        self._out: Path | None = None
-
-    def into(self, out: Path | None) -> None:
-        """Keep rows in `out`, too. Raises OSError where it cannot be written, before anything is measured."""
-        if out is not None:
-            try_file(out)
         self._out = out
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:

@@ -36,6 +36,7 @@ from kernel_cases.base import (  # noqa: E402
     skip_slow_rivals,
     warm_up,
 )
+from measure import writable  # noqa: E402
 
 ROUNDS = 5
 
@@ -85,7 +86,7 @@ def measure(case: Case, bandwidth: float, device: torch.device) -> dict[str, Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="case modules, or text in 'op shape'")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
+    parser.add_argument("--out", type=writable, default=ROOT / "bench" / "results" / "kernels.json")
     parser.add_argument("--no-slow-rivals", action="store_true", help="leave out rivals that compile at first use")
     parser.add_argument("--commit", default=None, help="commit to record where there is no checkout")
     args = parser.parse_args()

@@ -54,6 +54,36 @@ def factor(text: str) -> float:
     return float(text)
 
 
+def distance(text: str) -> float:
+    """A number from 0 on."""
+    if not 0 <= _number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return float(text)
+
+
+def id_range(text: str) -> tuple[int, int]:
+    """LOW:HIGH, the first token id and the one behind the last."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with LOW below HIGH")
+    return int(low), int(high)
+
+
+def writable(text: str) -> Path:
+    """A file for results, tried before anything is measured; left as it is, or not there."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    return path
+
+
 def memories(text: str) -> list[str]:
     """Comma-separated sizes of memory as `simulate.limits_for` takes them."""
     for each in text.split(","):

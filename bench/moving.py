@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import workloads  # noqa: E402
 from engine import Engine, Limits  # noqa: E402
 from kept import Kept, told  # noqa: E402
-from measure import memories, part, positive, positives  # noqa: E402
+from measure import memories, part, positive, positives, writable  # noqa: E402
 from simulate import Simulation, flash, limits_for, oracle_tokens  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
@@ -200,11 +200,10 @@ def main() -> None:
     parser.add_argument("--lot", type=positives, default=[1], help="comma-separated slots by which memory moves")
     parser.add_argument("--floor", type=part, default=0.1, help="part of the bytes that superseded snapshots may keep")
     parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=writable, help="JSON file for the results")
     args = parser.parse_args()
-    kept = Kept(command=" ".join(["python", "bench/moving.py", *sys.argv[1:]]))
+    kept = Kept(args.out, command=" ".join(["python", "bench/moving.py", *sys.argv[1:]]))
     with told("moving", kept, describe):
-        kept.into(args.out)
         for name in dict.fromkeys([*args.workload, *(["mooncake"] if args.path else [])]):
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, chats=args.chats, limit=args.limit)

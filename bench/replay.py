@@ -31,7 +31,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import answers  # noqa: E402
 import workloads  # noqa: E402
 from answers import Recording  # noqa: E402
-from kept import try_file  # noqa: E402
 from measure import (  # noqa: E402
     CAUSES,
     HIDDEN,
@@ -39,10 +38,14 @@ from measure import (  # noqa: E402
     PAGE,
     SNAPSHOT,
     Row,
+    distance,
     factor,
+    id_range,
     misses,
     percentiles,
+    positive,
     summary,
+    writable,
     write,
 )
 from prefixes import PrefixIndex  # noqa: E402
@@ -326,24 +329,20 @@ def main() -> None:
     parser.add_argument("--url", required=True, help="http://HOST:PORT")
     parser.add_argument("--path", type=Path, help="recording for coding-agent or mooncake")
     parser.add_argument("--scale", type=factor, default=1.0, help="factor on all lengths")
-    parser.add_argument("--chats", type=int, help="number of chats of short-chats (120)")
-    parser.add_argument("--limit", type=int, help="requests to take from the beginning")
-    parser.add_argument("--users", type=int, default=1, help="requests in flight, closed loop (1)")
-    parser.add_argument("--speed", type=float, help="recorded arrivals, this many times as fast, instead of --users")
-    parser.add_argument("--token-ids", metavar="LOW:HIGH", help="ordinary token ids, for a server without tokenizer")
+    parser.add_argument("--chats", type=positive, help="number of chats of short-chats (120)")
+    parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
+    parser.add_argument("--users", type=positive, default=1, help="requests in flight, closed loop (1)")
+    parser.add_argument("--speed", type=factor, help="recorded arrivals, this many times as fast, instead of --users")
+    ordinary = "ordinary token ids, for a server without tokenizer"
+    parser.add_argument("--token-ids", metavar="LOW:HIGH", type=id_range, help=ordinary)
     parser.add_argument("--system", default="ours", help="name of the system in reports")
     parser.add_argument("--keep-cache", action="store_true", help="do not flush the server's cache first")
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
-    parser.add_argument("--ids", type=Path, help="JSON file for every answer's token ids and logprobs")
+    parser.add_argument("--out", type=writable, help="JSON file for the result")
+    parser.add_argument("--ids", type=writable, help="JSON file for every answer's token ids and logprobs")
     parser.add_argument("--against", type=Path, help="such a file: compare each answer with the one in it")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="of logprobs, for --against (0: to the bit)")
+    parser.add_argument("--tolerance", type=distance, default=0.0, help="of logprobs, for --against (0: to the bit)")
     args = parser.parse_args()
     try:
-        for file in (args.out, args.ids):
-            if file is not None:
-                try_file(file)
-        low, _, high = (args.token_ids or "").partition(":")
-        id_range = (int(low), int(high)) if args.token_ids else None
         built = workloads.build(args.workload, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
         against = Recording.load(args.against) if args.against else None
         kept = Recording(built.name) if args.ids else None
@@ -353,7 +352,7 @@ def main() -> None:
             built,
             users=args.users,
             speed=args.speed,
-            source=tokens_of(client, id_range),
+            source=tokens_of(client, args.token_ids),
             system=args.system,
             flush=not args.keep_cache,
             keep=kept,

@@ -28,6 +28,7 @@ _COLUMNS = (
     ("peak_pages", "peak pages"),
     ("peak_snapshots", "peak snapshots"),
 )
+_NEEDED = ("workload", "system", "missed_tokens", "recomputed_over_ideal", "hit_rate")  # of a run
 PANELS = 3  # side by side
 _TIMES = (("ttft_s", "first token"), ("inter_token_s", "between tokens"))
 
@@ -37,7 +38,10 @@ def load(paths: Sequence[Path]) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     for path in paths:
         try:
-            runs += json.loads(path.read_text())["runs"]
+            found = json.loads(path.read_text())["runs"]
+            if missing := {name for run in found for name in _NEEDED if name not in run}:
+                raise KeyError(*sorted(missing))
+            runs += found
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a result of simulate.py or replay.py ({error!r})") from None
     return runs

@@ -25,7 +25,7 @@ from typing import Any
 import decode
 import workloads
 from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
-from measure import positive
+from measure import positive, writable
 from replay import replay, tokens_of
 from rivals import (
     DEFAULT_RATIO,
@@ -233,7 +233,7 @@ def main() -> int:
     parser.add_argument("--mem-share", type=float, default=0.9, help="--mem-fraction-static of every server")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=writable)
     options = parser.parse_args()
     exit_on_signals()
     extra = ("--load-format", "dummy") if options.dummy else ()

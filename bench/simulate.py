@@ -29,7 +29,7 @@ import belady  # noqa: E402
 import workloads  # noqa: E402
 from engine import Engine, Ids, Limits, Run  # noqa: E402
 from kept import Kept, told  # noqa: E402
-from measure import Row, factor, memories, misses, parts, positive, summary  # noqa: E402
+from measure import Row, factor, memories, misses, parts, positive, summary, writable  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import Conversations, Request, TokenSource, Workload  # noqa: E402
 
@@ -304,11 +304,10 @@ def main() -> None:
     parser.add_argument("--granule", type=positive, default=0, help="bytes by which memory moves; 0: it does not")
     parser.add_argument("--users", type=positive, default=1, help="requests that run at once")
     parser.add_argument("--chunk", type=positive, default=8192, help="prompt tokens of a step")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=writable, help="JSON file for the results")
     args = parser.parse_args()
-    kept = Kept()
+    kept = Kept(args.out)
     with told("simulate", kept, describe):
-        kept.into(args.out)
         for name in args.workload:
             built = workloads.build(name, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
             for memory in args.memory:

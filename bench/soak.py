@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from measure import positive
+from measure import positive, writable
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
 from sglang_dsv4.console import Progress
@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks; several are compared every step")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "soak.log")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=writable)
     options = parser.parse_args()
     exit_on_signals()
     launch = GpuLaunch(

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import workloads  # noqa: E402
 from engine import Engine  # noqa: E402
 from kept import Kept, told  # noqa: E402
-from measure import memories, parts, positive  # noqa: E402
+from measure import memories, parts, positive, writable  # noqa: E402
 from simulate import Simulation, flash, limits_for  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
@@ -77,12 +77,11 @@ def main() -> None:
     parser.add_argument("--memory", type=memories, default=["third"], help="comma-separated, as for simulate.py")
     parser.add_argument("--share", type=parts, help="comma-separated parts for snapshots, instead of the default")
     parser.add_argument("--limit", type=positive, help="requests to take from the beginning")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=writable, help="JSON file for the results")
     args = parser.parse_args()
     shares = args.share or [None]
-    kept = Kept(command=" ".join(["python", "bench/standing.py", *sys.argv[1:]]))
+    kept = Kept(args.out, command=" ".join(["python", "bench/standing.py", *sys.argv[1:]]))
     with told("standing", kept, describe):
-        kept.into(args.out)
         for name in [*args.workload, *(["mooncake"] if args.path else [])]:
             path = args.path if name == "mooncake" else None
             built = workloads.build(name, path=path, limit=args.limit)

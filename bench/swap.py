@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import positive
+from measure import positive, writable
 from rivals import GpuLaunch, Pools, card, config_of, same_kernels, text, together, vocabulary_of
 
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--fp8-gemm", default="auto", help="--fp8-gemm-backend, for weights in FP8")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "swap")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=writable)
     options = parser.parse_args()
     exit_on_signals()
     result: dict[str, Any] = {

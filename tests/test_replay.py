@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import replay as replayed
 import report
 from answers import Recording
 from fake_server import FakeServer
@@ -150,6 +151,30 @@ def test_a_report_without_matplotlib_says_what_to_install(tmp_path):
 
 def test_a_file_that_is_no_result_is_named(tmp_path):
     bad = tmp_path / "bad.json"
-    bad.write_text("[]")
-    with pytest.raises(ValueError, match=r"bad\.json is not a result"):
-        report.load([bad])
+    other = b'{"runs": [{"workload": "short-chats", "system": "x"}]}'
+    for text in (b"[]", b"\xff\xfe", b'{"runs": 7}', b'{"runs": [7]}', other):
+        bad.write_bytes(text)
+        with pytest.raises(ValueError, match=r"bad\.json is not a result"):
+            report.load([bad])
+        with pytest.raises(ValueError, match=r"bad\.json is not a file of answers"):
+            Recording.load(bad)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--users", "0", "not a whole number above 0"),
+        ("--limit", "-3", "not a whole number above 0"),
+        ("--speed", "nan", "not a number above 0"),
+        ("--token-ids", "9:5", "not LOW:HIGH with LOW below HIGH"),
+        ("--tolerance", "-1", "not a number from 0 on"),
+        ("--out", "/dev/null/x.json", "cannot be written"),
+        ("--ids", "/dev/null/x.json", "cannot be written"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_named_before_anything_is_sent(option, value, says, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["replay.py", "branching", "--url", "http://127.0.0.1:9", f"{option}={value}"])
+    with pytest.raises(SystemExit) as ended:
+        replayed.main()
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and option in told and says in told
