@@ -340,7 +340,7 @@ def _request_check(original: Callable[..., Any], self: Any, obj: Any) -> None:
 def _request_fault(obj: Any) -> str | None:
     """`_input_fault` of what the scheduler's own check of a request does not see: one line, or None."""
     if obj.positional_embed_overrides is not None:
-        return "positional_embed_overrides are not supported: layers that route by token id need the ids' own"
+        return "positional_embed_overrides are not supported: layers that route by token id would not know them"
     # SGLang's bookkeeping of logprobs would not add up.
     for name, least, meaning in (
         ("logprob_start_len", -1, "the first prompt token whose logprob is wanted, or -1 for none of them"),
