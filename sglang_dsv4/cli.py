@@ -29,15 +29,25 @@ def trace_folder() -> Path:
 
 def _id_range(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
-    if not (low.isdigit() and high.isdigit() and int(low) + 16 <= int(high)):
+    if not (low.isdecimal() and high.isdecimal() and int(low) + 16 <= int(high)):
         raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with at least 16 ids between")
     return int(low), int(high)
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
 
 
 def _scale(text: str) -> Fraction:
@@ -62,10 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--api-key", help="the server's --api-key")
     verify.add_argument(
         "--tolerance",
-        type=float,
+        type=_tolerance,
         help="largest accepted logprob difference; default: 0 from a CPU server, 0.1 from others",
     )
-    verify.add_argument("--copies", type=int, default=8, help="concurrent copies of one prompt (default 8)")
+    verify.add_argument("--copies", type=_count, default=8, help="concurrent copies of one prompt (default 8)")
     verify.add_argument("--any-hit", action="store_true", help="accept any hit, however short of what is promised")
     verify.add_argument("--token-ids", type=_id_range, metavar="LOW:HIGH", help="ordinary ids to make prompts of")
 

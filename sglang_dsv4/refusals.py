@@ -146,8 +146,8 @@ def store_format(args: Any = None, env: Mapping[str, str] | None = None) -> tupl
     unknown name and for flags of `args` that contradict the choice.
     """
     env = os.environ if env is None else env
-    rows = env.get(ROWS, "fp8")
-    keys = env.get(INDEXER, "fp32" if rows == "fp32" else "fp4")
+    rows = env.get(ROWS) or "fp8"
+    keys = env.get(INDEXER) or ("fp32" if rows == "fp32" else "fp4")
     for name, value, known in ((ROWS, rows, MAIN_LAYOUTS), (INDEXER, keys, INDEX_LAYOUTS)):
         if value not in known:
             raise Refused(f"{name}={value}", "there is no such row format", f"use one of {', '.join(known)}")
@@ -415,6 +415,9 @@ def decide(args: Any, *, device: str | None = None, env: Mapping[str, str] | Non
     running = _value(args, "max_running_requests")
     if running is not None and running < 1:
         raise Refused(f"--max-running-requests {running}", "no request could run", "use 1 or more")
+    context = _value(args, "context_length")
+    if context is not None and context < 1:
+        raise Refused(f"--context-length {context}", "no request could run", "use 1 or more, or leave the flag out")
     per_path = _value(args, "mamba_max_states_per_path")
     declarations = {
         "mamba_track_interval": interval,

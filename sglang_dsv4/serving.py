@@ -93,7 +93,8 @@ class Client:
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
             valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # brackets that do not close, a port that is no number
+            (parts.hostname or "").encode("idna")
+        except ValueError:  # brackets that do not close, a port that is no number, a name that no host can have
             valid = False
         if not valid or " " in url:
             raise ServerError(f"{url!r} is not a server's address: expected http://HOST:PORT")
@@ -104,6 +105,8 @@ class Client:
         # requests, because making one reads the machine's certificates.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise ServerError("the API key has characters that no HTTP header carries")
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def settings(self) -> dict[str, Any]:
@@ -115,6 +118,8 @@ class Client:
         """Raises ServerError where nothing answers or what answers is not SGLang."""
         try:
             raw = self.settings()
+            if int(raw["page_size"]) < 1:
+                raise ValueError(f"page_size {raw['page_size']}")
             return ServerInfo(
                 model_path=str(raw["model_path"]),
                 page_size=int(raw["page_size"]),
@@ -175,7 +180,10 @@ class Client:
                 error = event["error"]
                 text = error.get("message", error) if isinstance(error, dict) else error
                 raise ServerError(f"{self.url} refused a request: {_one_line(text)}")
-            tokens = len(event.get("output_ids") or ())
+            ids_so_far = event.get("output_ids") or ()
+            if not isinstance(ids_so_far, Sequence):
+                raise ServerError(f"{self.url} sent an event whose output_ids are no list: {_one_line(event)}")
+            tokens = len(ids_so_far)
             if tokens > (arrivals[-1][1] if arrivals else 0):
                 arrivals.append((time.perf_counter() - start, tokens))
             last = event
@@ -199,8 +207,10 @@ class Client:
                 total_s=total,
                 arrivals=tuple(arrivals),
             )
-        except (KeyError, TypeError, IndexError) as error:
+        except KeyError as error:
             raise ServerError(f"{self.url} sent an answer without {error}") from None
+        except (TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ServerError(f"{self.url} sent an answer that cannot be read: {_one_line(error)}") from None
 
     def generate_together(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], *, logprobs: bool = True
@@ -266,13 +276,16 @@ class Client:
         """The JSON objects of a server-sent event stream."""
         with self._errors(), self._open(path, body, self.timeout) as response:
             for raw in response:
-                line = raw.decode().strip()
+                line = raw.decode(errors="replace").strip()
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue
                 try:
-                    yield json.loads(line.removeprefix("data:"))
+                    event = json.loads(line.removeprefix("data:"))
                 except json.JSONDecodeError:
                     raise ServerError(f"{self.url} sent an event without JSON: {_one_line(line)}") from None
+                if not isinstance(event, dict):
+                    raise ServerError(f"{self.url} sent an event that is no object: {_one_line(line)}")
+                yield event
 
 
 def _one_line(value: object, limit: int = 300) -> str:

@@ -59,7 +59,7 @@ class FakeServer:
             return {"hello": "world"}
         return {
             "model_path": "model",
-            "page_size": self.page,
+            "page_size": 0 if self.fault == "pages of nothing" else self.page,
             "device": self.device,
             "version": "0.5.23",
             "max_req_input_len": self.max_prompt,
@@ -118,9 +118,10 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
 
         def _reply(self, code: int, body: str) -> None:
             self.send_response(code)
-            self.send_header("Content-Length", str(len(body.encode())))
+            raw = body.encode(errors="surrogateescape")
+            self.send_header("Content-Length", str(len(raw)))
             self.end_headers()
-            self.wfile.write(body.encode())
+            self.wfile.write(raw)
 
         def do_GET(self) -> None:
             if server.fault == "a web page":
@@ -144,6 +145,11 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 answer = server.generate(tuple(body["input_ids"]), count)
                 if server.fault == "an error in the stream":
                     answer = {"error": {"message": "out of\nmemory"}}
-                self._reply(200, f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n")
+                if server.fault == "a number of ids":
+                    answer["output_ids"] = 5
+                if server.fault == "no numbers in the logprobs":
+                    answer["meta_info"]["output_token_logprobs"] = [["x"]] * count
+                event = {"a list in the stream": "[1]", "bytes in the stream": "\udcff"}.get(server.fault)
+                self._reply(200, f"data: {event or json.dumps(answer)}\n\ndata: [DONE]\n\n")
 
     return Handler

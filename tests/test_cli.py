@@ -115,12 +115,23 @@ def test_verify_of_nothing_is_one_line(capsys):
     assert error.startswith("sglang-dsv4: no server at") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("ids", ("5", "5:", "a:b", "9:12", "50:40"))
+@pytest.mark.parametrize("ids", ("5", "5:", "a:b", "9:12", "50:40", "²:99"))
 def test_ids_that_are_no_range_are_refused(ids, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["verify", "--url", "http://x:1", "--token-ids", ids])
     assert error.value.code == 2
     assert "LOW:HIGH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--copies", "0"), ("--copies", "-3"), ("--tolerance", "nan"), ("--tolerance", "-1"), ("--tolerance", "inf")],
+)
+def test_numbers_that_check_nothing_are_refused_before_anything_is_sent(option, value, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["verify", "--url", "http://x:1", f"{option}={value}"])
+    assert error.value.code == 2
+    assert option in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

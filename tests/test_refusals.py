@@ -97,6 +97,8 @@ def test_each_environment_switch_of_the_in_tree_pools_is_refused_unless_it_is_of
         ({"max_mamba_cache_size": 4}, "one request needs 5 slots"),
         ({"max_mamba_cache_size": 3, "disable_overlap_schedule": True}, "one request needs 4 slots"),
         ({"max_mamba_cache_size": 0, "disable_radix_cache": True}, "one request needs 1 slots"),
+        ({"context_length": 0}, "--context-length 0"),
+        ({"context_length": -5}, "--context-length -5"),
         ({"attention_backend": "flashmla"}, "use --attention-backend dsv4_slot"),
         ({"decode_attention_backend": "triton"}, "--decode-attention-backend triton"),
         ({"prefill_attention_backend": "fa3"}, "--prefill-attention-backend fa3"),
@@ -199,6 +201,7 @@ def test_overrides_of_the_config_that_do_not_reach_the_pools_are_accepted():
     [
         ({}, ("fp8", "fp4")),
         ({"SGLANG_DSV4_INDEXER": "fp8"}, ("fp8", "fp8")),
+        ({"SGLANG_DSV4_ROWS": "", "SGLANG_DSV4_INDEXER": ""}, ("fp8", "fp4")),
         ({"SGLANG_DSV4_ROWS": "fp32"}, ("fp32", "fp32")),
         ({"SGLANG_DSV4_ROWS": "fp32", "SGLANG_DSV4_INDEXER": "fp4"}, ("fp32", "fp4")),
     ],

@@ -67,6 +67,11 @@ def test_any_hit_accepts_a_short_one_but_not_none():
         ("refuses to flush", "does not flush its cache"),
         ("ends early", "ended a request after"),
         ("an error in the stream", "out of memory"),
+        ("pages of nothing", "not as SGLang does"),
+        ("a list in the stream", "sent an event that is no object"),
+        ("bytes in the stream", "sent an event without JSON"),
+        ("a number of ids", "output_ids are no list"),
+        ("no numbers in the logprobs", "sent an answer that cannot be read"),
     ],
 )
 def test_a_server_that_cannot_be_checked_is_one_clear_line(fault, said, monkeypatch):
@@ -91,10 +96,17 @@ def test_an_unreachable_address_is_one_clear_line():
     assert not client.ready()
 
 
-@pytest.mark.parametrize("url", ("ftp://host:1", "http://", ""))
+@pytest.mark.parametrize("url", ("ftp://host:1", "http://", "", "http://a..b:80", f"http://{'x' * 80}:80"))
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ServerError, match="not a server's address"):
         Client(url)
+
+
+@pytest.mark.parametrize("key", ("two\nlines", "schlüssel"))
+def test_an_api_key_that_no_header_carries_is_refused_and_not_shown(key):
+    with pytest.raises(ServerError, match="API key") as error:
+        Client("http://localhost:1", api_key=key)
+    assert key not in str(error.value)
 
 
 def test_an_address_without_a_scheme_is_http():
