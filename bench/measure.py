@@ -54,13 +54,6 @@ def factor(text: str) -> float:
     return float(text)
 
 
-def distance(text: str) -> float:
-    """A number from 0 on."""
-    if not 0 <= _number(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return float(text)
-
-
 def id_range(text: str) -> tuple[int, int]:
     """LOW:HIGH, the first token id and the one behind the last."""
     low, _, high = text.partition(":")

@@ -38,7 +38,6 @@ from measure import (  # noqa: E402
     PAGE,
     SNAPSHOT,
     Row,
-    distance,
     factor,
     id_range,
     misses,
@@ -51,7 +50,7 @@ from measure import (  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource, Workload  # noqa: E402
 
-from sglang_dsv4.console import Progress, table  # noqa: E402
+from sglang_dsv4.console import Progress, table, tolerance  # noqa: E402
 from sglang_dsv4.serving import Answer, Client, ServerError  # noqa: E402
 
 ROLE_TOKENS = {USER: "<｜User｜>", ASSISTANT: "<｜Assistant｜>"}
@@ -340,7 +339,7 @@ def main() -> None:
     parser.add_argument("--out", type=writable, help="JSON file for the result")
     parser.add_argument("--ids", type=writable, help="JSON file for every answer's token ids and logprobs")
     parser.add_argument("--against", type=Path, help="such a file: compare each answer with the one in it")
-    parser.add_argument("--tolerance", type=distance, default=0.0, help="of logprobs, for --against (0: to the bit)")
+    parser.add_argument("--tolerance", type=tolerance, default=0.0, help="of logprobs, for --against (0: to the bit)")
     args = parser.parse_args()
     try:
         built = workloads.build(args.workload, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)

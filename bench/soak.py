@@ -25,7 +25,7 @@ from typing import Any
 from measure import positive, writable
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
-from sglang_dsv4.console import Progress
+from sglang_dsv4.console import Progress, tolerance
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
 from sglang_dsv4.switches import CHECK_RANKS
 from sglang_dsv4.verify import verify
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--requests", type=positive, default=2000)
     parser.add_argument("--users", type=positive, default=64)
     parser.add_argument(
-        "--tolerance", type=float, default=0.5, help="random weights: bench/swap.py shows what is usual"
+        "--tolerance", type=tolerance, default=0.5, help="random weights: bench/swap.py shows what is usual"
     )
     parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks; several are compared every step")
     parser.add_argument("--commit", default="unknown")

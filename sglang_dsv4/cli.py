@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_dsv4 import __version__
+from sglang_dsv4.console import tolerance
 from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals, reserve_port
 
 FAILED, UNUSABLE = 1, 2  # exit codes: a check failed; it could not be run
@@ -40,16 +41,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return value
-
-
 def _scale(text: str) -> Fraction:
     try:
         value = Fraction(text)
@@ -72,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--api-key", help="the server's --api-key")
     verify.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=tolerance,
         help="largest accepted logprob difference; default: 0 from a CPU server, 0.1 from others",
     )
     verify.add_argument("--copies", type=_count, default=8, help="concurrent copies of one prompt (default 8)")

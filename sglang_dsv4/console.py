@@ -1,12 +1,24 @@
-"""What the command line prints: aligned tables and a progress bar."""
+"""What command lines share: a type of argument, aligned tables and a progress bar."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import TextIO
 
 _BAR = 30
+
+
+def tolerance(text: str) -> float:
+    """Type of an argument: a number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
