@@ -9,7 +9,9 @@ indexer keys (the in-tree format), ours with FP4 keys. For every prompt:
 * greedy decoding, guided back to the first server's answer after every token that differs: agreement in percent.
 
 The second server shows what a change that means nothing does to the same numbers: with random weights the best two
-tokens, and the last chosen expert and the first left out, are often a rounding apart.
+tokens, and the last chosen expert and the first left out, are often a rounding apart. So agreement is also given over
+the decided steps alone: those where the first server's best two logprobs lie further apart than that change moves any
+two of them.
 
 A checkpoint in the released formats needs --moe auto, which lets SGLang choose by the weights, or a named kernel for
 MXFP4 experts; the servers must then agree on it, and the result records it. Rows are saved as they come.
@@ -36,7 +38,7 @@ from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 
 TAIL = 64  # prompt positions whose logprobs are compared
 SEGMENT = 32  # answer tokens that one request is guided through; segments run side by side
-REFERENCE = "in-tree"
+REFERENCE, NOISY = "in-tree", "in-tree, chunks of 512"
 
 
 @dataclass(frozen=True)
@@ -53,36 +55,39 @@ def greedy(client: Client, ids: list[int], steps: int) -> list[int]:
     return list(client.generate(ids, steps, logprobs=False).output_ids)
 
 
-def scored(client: Client, ids: list[int], first: int) -> list[float]:
-    """Logprobs of ids[first:] under one prefill."""
+def scored(client: Client, ids: list[int], first: int) -> tuple[list[float], list[float]]:
+    """Logprobs of ids[first:] under one prefill, and by how much the best token leads the second at each of them."""
     body = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": first - 1,
+        "top_logprobs_num": 2,
     }
-    rows = client.post("/generate", body)["meta_info"]["input_token_logprobs"]
-    return [float(row[0]) for row in rows[-(len(ids) - first) :]]
+    said, count = client.post("/generate", body)["meta_info"], len(ids) - first
+    best = said["input_top_logprobs"][-count:]
+    return [float(row[0]) for row in said["input_token_logprobs"][-count:]], [a[0] - b[0] for a, b in best]
 
 
-def guided(client: Client, ids: list[int], expected: list[int]) -> int:
+def guided(client: Client, ids: list[int], expected: list[int]) -> list[int]:
     """Steps at which the server's greedy token is not `expected`'s, each after exactly the expected tokens."""
-    wrong = at = 0
+    wrong, at = [], 0
     while at < len(expected):
         said = greedy(client, ids + expected[:at], len(expected) - at)
         same = next((i for i, (a, b) in enumerate(zip(said, expected[at:], strict=True)) if a != b), None)
         if same is None:
             break
-        wrong += 1
+        wrong.append(at + same)
         at += same + 1
     return wrong
 
 
-def disagreements(client: Client, ids: list[int], expected: list[int]) -> int:
+def disagreements(client: Client, ids: list[int], expected: list[int]) -> list[int]:
     client.generate(ids, 1, logprobs=False)  # the segments share the prompt
     starts = range(0, len(expected), SEGMENT)
     with ThreadPoolExecutor(len(starts)) as pool:
-        return sum(pool.map(lambda i: guided(client, ids + expected[:i], expected[i : i + SEGMENT]), starts))
+        found = pool.map(lambda i: guided(client, ids + expected[:i], expected[i : i + SEGMENT]), starts)
+        return [start + step for start, steps in zip(starts, found, strict=True) for step in steps]
 
 
 def measure(server: Server, length: int, answer: list[int], vocabulary: int) -> dict[str, Any]:
@@ -90,17 +95,27 @@ def measure(server: Server, length: int, answer: list[int], vocabulary: int) -> 
     ids, tail = text(f"swap {length}", length, vocabulary), max(1, length - TAIL)
     wrong = disagreements(server.client, ids, answer)
     server.client.flush()
-    logprobs = scored(server.client, ids + answer, tail)
+    logprobs, leads = scored(server.client, ids + answer, tail)
     server.client.flush()
-    return {"wrong": wrong, "logprobs": logprobs}
+    return {"wrong": wrong, "logprobs": logprobs, "leads": leads[-len(answer) :]}
 
 
-def distance(reference: dict[str, Any], other: dict[str, Any], length: int, steps: int) -> dict[str, Any]:
-    pairs = zip(other["logprobs"], reference["logprobs"], strict=True)
-    apart = sorted(abs(a - b) for a, b in pairs)
+def moved(reference: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """How far each logprob lies from the reference's, sorted."""
+    return sorted(abs(a - b) for a, b in zip(other["logprobs"], reference["logprobs"], strict=True))
+
+
+def distance(reference: dict[str, Any], noisy: dict[str, Any], other: dict[str, Any], length: int) -> dict[str, Any]:
+    """`other` beside `reference`; `noisy` is the reference after a change that means nothing."""
+    apart, leads, wrong = moved(reference, other), reference["leads"], set(other["wrong"])
+    # Of two logprobs that each move by less than this neither overtakes the other.
+    decisive = 2 * moved(reference, noisy)[-1]
+    decided = [step for step, lead in enumerate(leads) if lead > decisive]
     return {
         "length": length,
-        "greedy_agreement": round(1 - other["wrong"] / steps, 4),
+        "greedy_agreement": round(1 - len(wrong) / len(leads), 4),
+        "decided_steps": len(decided),
+        "decided_agreement": round(1 - len(wrong.intersection(decided)) / len(decided), 4) if decided else None,
         "logprob_mean": round(statistics.mean(apart), 5),
         "logprob_p99": round(apart[int(len(apart) * 0.99)], 4),
         "logprob_max": round(apart[-1], 4),
@@ -118,7 +133,7 @@ def swap(
             started = {name: pool.submit(measure, s, length, answer, vocabulary) for name, s in servers.items()}
         measured = {name: future.result() for name, future in started.items()}
         for name in servers:
-            row = distance(measured[REFERENCE], measured[name], length, steps)
+            row = distance(measured[REFERENCE], measured[NOISY], measured[name], length)
             rows.setdefault(name, []).append(row)
             print(f"  {name}: {row}", flush=True)
         yield
@@ -131,7 +146,7 @@ def arms(model: Path, moe: str, fp8_gemm: str, tp: int) -> dict[str, GpuLaunch]:
     in_tree = replace(ours, plugin=False)
     return {
         REFERENCE: in_tree,
-        "in-tree, chunks of 512": replace(in_tree, chunked_prefill_size=512),
+        NOISY: replace(in_tree, chunked_prefill_size=512),
         "ours, FP8 keys": replace(ours, keys="fp8"),
         "ours, FP4 keys": ours,
     }

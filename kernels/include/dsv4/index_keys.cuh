@@ -112,14 +112,28 @@ __device__ __forceinline__ void adjust_codes(const unsigned (&own)[2], unsigned 
   }
 }
 
+// Both halves the upper one, by an addition of half-precision numbers: shifts run on the integer pipe, of which the
+// conversion of keys takes most, and the high half of an integer product stalls dispatch. Only for halves that are
+// numbers: 0x7777 has an exponent bit too few for infinity and NaN.
+__device__ __forceinline__ unsigned upper_half_twice(unsigned word) {
+  unsigned both;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      ".reg .b32 twice;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "mov.b32 twice, {high, high};\n"
+      "add.f16x2 %0, twice, %2;\n"
+      "}"
+      : "=r"(both)
+      : "r"(word), "r"(0x80008000u));
+  return both;
+}
+
 // Four of a word's codes at a time. `half_signs` is kHalfSigns; in a loop it comes from memory, or the compiler, knowing
 // it, would fetch it for each permutation.
 struct SignedCodes {
   static constexpr unsigned kHalfSigns = 0x40404040u;
   unsigned half_signs;
-
-  // The upper 16 bits as the lower ones: a product, as shifts run on the integer pipe, which bounds the conversion.
-  __device__ __forceinline__ static unsigned upper(unsigned word) { return __umulhi(word, keep(0x10000u)); }
 
   // `magnitudes` and `word` are the same low 16 bits without their signs and with. A selector whose bit 3 is set takes
   // the sign of a byte instead of it: 0x40 of a positive code, 0 of a negative one. All codes begin as negative ones,
@@ -155,7 +169,7 @@ struct KeyCodes {
       for (int s = 0; s < 4; ++s) {
         const unsigned word = word_of(key.data[i][0], s), magnitudes = word & 0x77777777u;
         a[s][i] = signed_codes(negative[i], magnitudes, word);
-        a[s][2 + i] = signed_codes(negative[i], SignedCodes::upper(magnitudes), SignedCodes::upper(word));
+        a[s][2 + i] = signed_codes(negative[i], upper_half_twice(magnitudes), word >> 16);
       }
     }
   }
@@ -310,34 +324,26 @@ __device__ __forceinline__ float twice_relu(float x) { return x + fabsf(x); }
 
 // A thread's share of sum[i], of keys lane / 4 + 8 i over its heads. The image's weights are halved, as
 // 2 relu(x) = x + |x| needs one addition, which runs beside the conversions of keys where a maximum would not.
-template <typename TwiceRelu>
-__device__ __forceinline__ void weigh_share_by(const TwiceRelu& relu, const float (&weight)[16], float (&sum)[2]) {
+__device__ __forceinline__ void weigh_share(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      sum[0] = fmaf(relu(4 * j + i), weight[2 * j + i], sum[0]);
-      sum[1] = fmaf(relu(4 * j + 2 + i), weight[2 * j + i], sum[1]);
+      sum[0] = fmaf(twice_relu(dots[4 * j + i]), weight[2 * j + i], sum[0]);
+      sum[1] = fmaf(twice_relu(dots[4 * j + 2 + i]), weight[2 * j + i], sum[1]);
     }
   }
 }
-__device__ __forceinline__ void weigh_share(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
-  weigh_share_by([&](int i) { return twice_relu(dots[i]); }, weight, sum);
-}
 
 // The sums over all heads, in every thread of a quad.
-template <typename TwiceRelu>
-__device__ __forceinline__ void weigh_by(const TwiceRelu& relu, const float (&weight)[16], float (&sum)[2]) {
-  weigh_share_by(relu, weight, sum);
+__device__ __forceinline__ void weigh(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
+  weigh_share(dots, weight, sum);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     sum[i] += __shfl_xor_sync(kFullMask, sum[i], 1);
     sum[i] += __shfl_xor_sync(kFullMask, sum[i], 2);
   }
-}
-__device__ __forceinline__ void weigh(const float (&dots)[32], const float (&weight)[16], float (&sum)[2]) {
-  weigh_by([&](int i) { return twice_relu(dots[i]); }, weight, sum);
 }
 
 // The weights of a thread's heads 8 j + 2 (lane % 4) and the next.
@@ -376,7 +382,7 @@ struct ReluSum {
   float scale;
 
   // `weights` are the image's 64, in shared memory.
-  __device__ __forceinline__ void start(const float* weights, int lane) {
+  __device__ __forceinline__ void set(const float* weights, int lane) {
     float largest = fmaxf(fabsf(weights[lane]), fabsf(weights[lane + 32]));
 #pragma unroll
     for (int step = 16; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
@@ -425,13 +431,30 @@ struct ReluSum {
     }
   }
 
-  // sum[i] of key lane / 4 + 8 i, in the first thread of a quad.
-  __device__ __forceinline__ void sum(const unsigned (&a)[4][4], float (&out)[2]) const {
-    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  // The products under way, in two chains, as each waits for what it adds to.
+  struct Parts {
+    float of[2][4];
+  };
+  __device__ __forceinline__ void start(const unsigned (&a)[4][4], Parts& parts) const {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) mma_f16(d, a[k], b[k][0], b[k][1]);
-    out[0] = (d[0] + d[1]) * scale;
-    out[1] = (d[2] + d[3]) * scale;
+    for (int chain = 0; chain < 2; ++chain) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) parts.of[chain][i] = 0.0f;
+    }
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int chain = 0; chain < 2; ++chain) {
+        const int k = 2 * chain + step;
+        mma_f16(parts.of[chain], a[k], b[k][0], b[k][1]);
+      }
+    }
+  }
+  // Of key lane / 4 + 8 i, in the first thread of a quad.
+  __device__ __forceinline__ float sum(const Parts& parts, int i) const {
+    const float(&low)[4] = parts.of[0];
+    const float(&high)[4] = parts.of[1];
+    return ((low[2 * i] + low[2 * i + 1]) + (high[2 * i] + high[2 * i + 1])) * scale;
   }
 };
 

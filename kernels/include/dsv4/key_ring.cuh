@@ -146,10 +146,14 @@ struct BulkRing {
       hopper::mbarrier_wait(barrier + offsetof(RingStage, empty), parity ^ 1);
       if (copies) {
         hopper::mbarrier_expect(barrier, kStageBytes);
-        hopper::copy_bulk(to, low.data, kData, barrier);
-        hopper::copy_bulk(to + kData, high.data, kData, barrier);
-        hopper::copy_bulk(to + 2 * kData, low.scale, kScale, barrier);
-        hopper::copy_bulk(to + 2 * kData + kScale, high.scale, kScale, barrier);
+        if (high.data == low.data + kData && low.scale == low.data + 2 * kData) {  // a whole group stands as a stage does
+          hopper::copy_bulk(to, low.data, kStageBytes, barrier);
+        } else {
+          hopper::copy_bulk(to, low.data, kData, barrier);
+          hopper::copy_bulk(to + kData, high.data, kData, barrier);
+          hopper::copy_bulk(to + 2 * kData, low.scale, kScale, barrier);
+          hopper::copy_bulk(to + 2 * kData + kScale, high.scale, kScale, barrier);
+        }
       }
       if (++stage == kStages) {
         stage = 0;

@@ -132,7 +132,7 @@ __device__ __forceinline__ HalfTile half_of(const ScoreParams<Layout>& p, int re
 }
 
 // A team's tiles of MXFP4 keys on Hopper: the next key is read, and its scales are looked at, while this one is
-// multiplied. It is converted behind that, into the same registers.
+// multiplied. It is converted behind that, into the same registers, while the sums of this one are made.
 template <typename Reader>
 struct HalfSumPass {
   Reader reader;
@@ -145,12 +145,14 @@ struct HalfSumPass {
 
   __device__ __forceinline__ HalfSumPass(const Reader& of_warp, const FewBlock<true>& of_block)
       : reader(of_warp), block(of_block), signed_codes(of_block.keys.signed_codes()), leads(of_block.lane == 0) {
-    relu.start(block.weights, block.lane);
+    relu.set(block.weights, block.lane);
   }
 
-  __device__ __forceinline__ void issue(const KeyShare<IndexFp4>& key, const KeyCodes& codes) {
+  __device__ __forceinline__ void convert(const KeyShare<IndexFp4>& key, const KeyCodes& codes) {
     codes.convert(key, signed_codes, a);
     hopper::wgmma_operands(a);
+  }
+  __device__ __forceinline__ void issue() {
     hopper::wgmma_registers(dots);
     hopper::wgmma_fence();
 #pragma unroll
@@ -159,18 +161,18 @@ struct HalfSumPass {
     }
     hopper::wgmma_commit();
   }
-  __device__ __forceinline__ void collect(unsigned (&packed)[4][4]) {
+  __device__ __forceinline__ void collect(ReluSum::Parts& parts) {
+    unsigned packed[4][4];
     hopper::wgmma_wait<0>();
     hopper::wgmma_registers(dots);
     ReluSum::pack(dots, packed);
+    relu.start(packed, parts);
   }
   // `at` is where the score of the lane's first key goes, if it stores at all and the key is one of `visible` from it.
-  __device__ __forceinline__ void finish(float* at, const float (&factor)[2], const unsigned (&packed)[4][4],
-                                         int visible) const {
-    float sum[2];
-    relu.sum(packed, sum);
-    store_if(at, sum[0] * factor[0], visible > 0);
-    store_if(at + 8, sum[1] * factor[1], visible > 8);
+  __device__ __forceinline__ void store(float* at, const float (&factor)[2], const ReluSum::Parts& parts,
+                                        int visible) const {
+    store_if(at, relu.sum(parts, 0) * factor[0], visible > 0);
+    store_if(at + 8, relu.sum(parts, 1) * factor[1], visible > 8);
   }
 
   // Starts a tile's product.
@@ -179,7 +181,8 @@ struct HalfSumPass {
     KeyCodes codes;
     reader.read(key);
     codes.start(key, factor);
-    issue(key, codes);
+    convert(key, codes);
+    issue();
     reader.release(leads);
   }
   // Scores a tile and starts the product of the one behind it, `kAhead` from where the reader is.
@@ -187,19 +190,21 @@ struct HalfSumPass {
   __device__ __forceinline__ void turn(float* at, const float (&factor)[2], float (&next_factor)[2], int visible) {
     KeyShare<IndexFp4> key;
     KeyCodes codes;
-    unsigned packed[4][4];
+    ReluSum::Parts parts;
     reader.template read<kAhead>(key);
     codes.start(key, next_factor);
-    collect(packed);
-    issue(key, codes);
+    collect(parts);
+    convert(key, codes);
+    store(at, factor, parts, visible);
+    __syncwarp();  // else the compiler moves the product ahead of the sums, which then wait for it
+    issue();
     reader.template release<kAhead>(leads);
-    finish(at, factor, packed, visible);
   }
   // Scores a tile behind whose product there is none.
   __device__ __forceinline__ void end(float* at, const float (&factor)[2], int visible) {
-    unsigned packed[4][4];
-    collect(packed);
-    finish(at, factor, packed, visible);
+    ReluSum::Parts parts;
+    collect(parts);
+    store(at, factor, parts, visible);
   }
 
   // No product is in flight where a branch begins or ends: the compiler would let each wait for the one before.

@@ -114,7 +114,7 @@ struct ImageRing {
 };
 
 // The sum over a quad of share[lane % 4 / 2][lane % 2]: of the first tile's two keys and the second's, one a lane, added in the
-// order of `weigh_by`.
+// order of `weigh`.
 __device__ __forceinline__ float quad_sum(const float (&share)[2][2], int lane) {
   const bool odd = lane & 1, upper = lane & 2;
   float of[2];

@@ -89,23 +89,8 @@ struct __align__(16) Group {
   static_assert(kGroupMembers <= 8 && kScoreTile >= 64, "an item is a positive number: of tiles there are less than 2^25");
 };
 
-// What is left of a product once the next may be under way: relu in half precision, or twice relu.
-template <bool kHalf>
-struct Collected {
-  unsigned packed[4][4];
-  __device__ __forceinline__ void take(const float (&dots)[32]) { ReluSum::pack(dots, packed); }
-};
-template <>
-struct Collected<false> {
-  float relu[32];
-  __device__ __forceinline__ void take(const float (&dots)[32]) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) relu[i] = twice_relu(dots[i]);
-  }
-};
-
-// Multiplies a team's tiles with the members' images. While a product runs the one before it is summed up. Between tiles
-// none of the team's runs.
+// Multiplies a team's tiles with the members' images. A product is summed up before the next one starts, as the tensor
+// cores take both in turn; what keeps them busy meanwhile are the other teams' products.
 template <typename Layout>
 struct GroupPass {
   static constexpr bool kHalf = kHalfSums<Layout, true>;
@@ -129,11 +114,8 @@ struct GroupPass {
   }
 
   // The entry of the team's next tile. Known to be the same in all lanes it lets the products' descriptors take no vector
-  // registers. With float32 sums ptxas then keeps a second copy of the operands, and has not enough for both.
-  __device__ __forceinline__ int look_item() const {
-    const int item = static_cast<int>(load_shared4(next_item));
-    return kHalf ? uniform(item) : item;
-  }
+  // registers.
+  __device__ __forceinline__ int look_item() const { return uniform(static_cast<int>(load_shared4(next_item))); }
 
   // The keys of the team's next tile have become operands of a product.
   __device__ __forceinline__ void next_key() {
@@ -152,38 +134,35 @@ struct GroupPass {
 #pragma unroll
     for (int s = 0; s < 4; ++s) hopper::wgmma_e4m3_64x64x32(dots, a[s], hopper::panel_at(start + 2 * s), s > 0);
     hopper::wgmma_commit();
-    __syncwarp();  // else the compiler spreads the four of them over the sums that follow
   }
 
-  __device__ __forceinline__ void collect(Collected<kHalf>& result) {
+  // Sums up and stores the scores of the product under way, of a member and a tile.
+  __device__ __forceinline__ void finish(int member, int tile, const float (&factor)[2]) {
     hopper::wgmma_wait<0>();
     hopper::wgmma_registers(dots);
-    result.take(dots);
-  }
-
-  // Sums up and stores the scores of a member and a tile.
-  __device__ __forceinline__ void finish(const Collected<kHalf>& result, int member, int tile,
-                                         const float (&factor)[2]) const {
     const int lane = block.lane, first = tile * kKeyTile + 16 * block.warp;
     const uint4 query = load_shared16(query_at + member * sizeof(GroupQuery));
     float* const row = reinterpret_cast<float*>(static_cast<uint64_t>(query.y) << 32 | query.x);
     const int visible = static_cast<int>(query.z);
-    float sum[2];
     if constexpr (kHalf) {
+      unsigned packed[4][4];
       ReluSum relu;
+      ReluSum::Parts parts;
+      ReluSum::pack(dots, packed);
       relu.load(sums_at + member * sizeof(group.sums[0]), __uint_as_float(query.w));
-      relu.sum(result.packed, sum);
+      relu.start(packed, parts);
       const int entry = first + (lane >> 2);
       const bool leads = (lane & 3) == 0;
-      store_if(row + entry, sum[0] * factor[0], leads && entry < visible);
-      store_if(row + entry + 8, sum[1] * factor[1], leads && entry + 8 < visible);
+      store_if(row + entry, relu.sum(parts, 0) * factor[0], leads && entry < visible);
+      store_if(row + entry + 8, relu.sum(parts, 1) * factor[1], leads && entry + 8 < visible);
     } else {
-      float weight[16];
+      float weight[16], sum[2];
       load_weights(group.weights[member], lane, weight);
-      weigh_by([&](int i) { return result.relu[i]; }, weight, sum);
+      weigh(dots, weight, sum);
       const int which = lane & 3, entry = first + (lane >> 2) + 8 * which;
       store_if(row + entry, which ? sum[1] * factor[1] : sum[0] * factor[0], which < 2 && entry < visible);
     }
+    __syncwarp();  // else the compiler moves the next product ahead of the sums, which then wait for it
   }
 
   __device__ __forceinline__ void run() {
@@ -202,34 +181,26 @@ struct GroupPass {
       const int last = Group::last_of(item);
 #pragma unroll 1
       for (; member < last; ++member) {
-        Collected<kHalf> result;
-        collect(result);
+        finish(member, tile, factor);
         issue(a, member + 1);
-        finish(result, member, tile, factor);
       }
       next_item += kFewTeams * sizeof(int);
       item = look_item();
       if (item == Group::kNoItem) break;
       // Operands are not written while a product is under way: the compiler would let each wait for the one before.
-      // Other teams' products run meanwhile.
       float next_factor[2];
-      Collected<kHalf> result;
       if constexpr (kHalf) reader.read(key);
-      collect(result);
+      finish(member, tile, factor);
       if constexpr (!kHalf) reader.read(key);
       convert(key, a, next_factor);
-      const int done = member;
+      tile = Group::tile_of(item);
       member = Group::first_of(item);
       issue(a, member);
-      finish(result, done, tile, factor);
-      next_key();  // here, as sums used what was loaded behind the keys' scales: loads come back in order
-      tile = Group::tile_of(item);
+      next_key();
       factor[0] = next_factor[0];
       factor[1] = next_factor[1];
     }
-    Collected<kHalf> result;
-    collect(result);
-    finish(result, member, tile, factor);
+    finish(member, tile, factor);
   }
 };
 
@@ -276,7 +247,7 @@ __device__ __forceinline__ void score_group(const ScoreParams<Layout>& p, const 
   if constexpr (kHalfSums<Layout, true>) {
     if (brings) {
       ReluSum relu;
-      relu.start(group.weights[block_warp], lane);
+      relu.set(group.weights[block_warp], lane);
       relu.store(group.sums[block_warp], lane);
       if (lane == 0) group.query[block_warp].scale = relu.scale;
     }
