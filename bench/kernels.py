@@ -83,6 +83,22 @@ def measure(case: Case, bandwidth: float, device: torch.device) -> dict[str, Any
     return result
 
 
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Of earlier runs. Raises ValueError for a file of something else."""
+    if not out.is_file() or not out.stat().st_size:
+        return []
+    rows = json.loads(out.read_text())
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and {"op", "shape"} <= r.keys() for r in rows):
+        raise ValueError("no list of cases")
+    return rows
+
+
+def keep(out: Path, row: dict[str, Any]) -> None:
+    """Puts a case's row into the file at once, in place of the one it had: whatever ends the run loses no figures."""
+    others = [r for r in rows_of(out) if (r["op"], r["shape"]) != (row["op"], row["shape"])]
+    out.write_text(json.dumps([*others, row], indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="case modules, or text in 'op shape'")
@@ -90,6 +106,11 @@ def main() -> int:
     parser.add_argument("--no-slow-rivals", action="store_true", help="leave out rivals that compile at first use")
     parser.add_argument("--commit", default=None, help="commit to record where there is no checkout")
     args = parser.parse_args()
+    try:
+        rows_of(args.out)
+    except (OSError, ValueError) as error:
+        told = f"{args.out} cannot take rows beside what it holds ({error}): name another --out"
+        parser.exit(2, f"bench/kernels.py: {told}\n")
     if not torch.cuda.is_available():
         parser.exit(2, "bench/kernels.py: no CUDA device\n")
     if args.no_slow_rivals:
@@ -104,7 +125,6 @@ def main() -> int:
     chosen = [m for m in modules if m in args.only] or modules
     texts = [t for t in args.only if t not in modules]
     select(texts)
-    results: list[dict[str, Any]] = []
     for name in chosen:
         module = importlib.import_module(f"kernel_cases.{name}")
         for case in module.cases(device) if hasattr(module, "cases") else ():
@@ -118,7 +138,7 @@ def main() -> int:
             finally:
                 del case
                 gc.collect()
-            results.append({**row, "card": card, "commit": revision, "copy_gbps": round(bandwidth / 1e9, 1)})
+            keep(args.out, {**row, "card": card, "commit": revision, "copy_gbps": round(bandwidth / 1e9, 1)})
             rivals = [f"{row['rival']} {row['rival_us']} us"] if row["rival"] else []
             rival = "; ".join([*rivals, *(f"not run: {reason}" for reason in row["not_run"])])
             print(
@@ -126,12 +146,6 @@ def main() -> int:
                 f"{100 * row['share_of_copy']:5.1f}% {row['copy_us']:8.2f}  {rival}",
                 flush=True,
             )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
-    if args.out.is_file():  # cases that were not run now keep their figures
-        fresh = {(r["op"], r["shape"]) for r in results}
-        kept = [r for r in json.loads(args.out.read_text()) if (r["op"], r["shape"]) not in fresh]
-    args.out.write_text(json.dumps(kept + results, indent=1) + "\n")
     return 0
 
 

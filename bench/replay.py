@@ -125,7 +125,7 @@ class Replay:
         self._change = threading.Condition()
         self._talk, self._index = Conversations(self.source), PrefixIndex(self.page)
         self._bar = Progress(len(self._waiting), self.workload.name)
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         self._start = time.perf_counter()
         stop = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(stop,), daemon=True)
@@ -133,8 +133,12 @@ class Replay:
         # Recorded arrivals are an open loop: as many threads as sessions, so that none waits for another's answer.
         threads = self.users if self.speed is None else len({r.session for r in self._waiting})
         with ThreadPoolExecutor(min(threads, 512)) as pool:
-            for worker in [pool.submit(self._user) for _ in range(min(threads, 512))]:
-                worker.result()
+            try:
+                for worker in [pool.submit(self._user) for _ in range(min(threads, 512))]:
+                    worker.result()
+            except BaseException as error:
+                self._give_up(error)  # else the pool would wait until all requests have been sent
+                raise
         self.seconds = time.perf_counter() - self._start
         stop.set()
         watcher.join()
@@ -146,11 +150,15 @@ class Replay:
             try:
                 sent.answer = self.client.generate(sent.prompt.tolist(), sent.request.answer, logprobs=self.logprobs)
             except ServerError as error:
-                with self._change:
-                    self._failed = self._failed or error
-                    self._change.notify_all()
+                self._give_up(error)
                 return
             self._done(sent)
+
+    def _give_up(self, error: BaseException) -> None:
+        """No request is sent any more."""
+        with self._change:
+            self._failed = self._failed or error
+            self._change.notify_all()
 
     def _take(self) -> _Sent | None:
         """The next request that may be sent, or None when there is none left."""

@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from rivals import (
 )
 
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
+from sglang_dsv4.workers import workers
 
 OURS, IN_TREE = "ours", "in_tree"
 SIDE_BY_SIDE = ("prefill", "decode", "long", "fresh")  # served by one pair of servers
@@ -103,7 +103,7 @@ class Bench:
             launches[f"in-tree x{scale} ratio {ratio}"] = self.base.in_tree(tokens, ratio, RUNNING)
         # No times are taken here, and many servers start faster without graphs.
         launches = {name: replace(launch, graphs=False) for name, launch in launches.items()}
-        with together(launches, self.logs, self.starts) as servers, ThreadPoolExecutor(len(servers)) as pool:
+        with together(launches, self.logs, self.starts) as servers, workers(len(servers)) as pool:
             curves = list(pool.map(lambda s: curve(s[1].client, s[0], counts, self.vocabulary), servers.items()))
         mine, rivals = curves[0], dict(zip(ratios, curves[1:], strict=True))
         for count in counts:

@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from sglang_dsv4.console import Progress, tolerance
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
 from sglang_dsv4.switches import CHECK_RANKS
 from sglang_dsv4.verify import verify
+from sglang_dsv4.workers import workers
 
 CHECKED = {
     "SGLANG_DEBUG_MEMORY_POOL": "1",
@@ -65,7 +65,7 @@ def faults(client: Client, requests: list[tuple[list[int], int]], users: int) ->
         bad = not all(math.isfinite(p) for p in answer.logprobs)
         return f"a logprob of a prompt of {len(ids)} tokens is no number" if bad else None, answer.cached_tokens
 
-    with ThreadPoolExecutor(users) as pool:
+    with workers(users) as pool:
         seen = list(pool.map(one, requests))
     return [fault for fault, _ in seen if fault], sum(cached for _, cached in seen)
 

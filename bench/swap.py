@@ -26,7 +26,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from measure import positive, writable
 from rivals import GpuLaunch, Pools, card, config_of, same_kernels, text, together, vocabulary_of
 
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
+from sglang_dsv4.workers import workers
 
 TAIL = 64  # prompt positions whose logprobs are compared
 SEGMENT = 32  # answer tokens that one request is guided through; segments run side by side
@@ -85,7 +85,7 @@ def guided(client: Client, ids: list[int], expected: list[int]) -> list[int]:
 def disagreements(client: Client, ids: list[int], expected: list[int]) -> list[int]:
     client.generate(ids, 1, logprobs=False)  # the segments share the prompt
     starts = range(0, len(expected), SEGMENT)
-    with ThreadPoolExecutor(len(starts)) as pool:
+    with workers(len(starts)) as pool:
         found = pool.map(lambda i: guided(client, ids + expected[:i], expected[i : i + SEGMENT]), starts)
         return [start + step for start, steps in zip(starts, found, strict=True) for step in steps]
 
@@ -129,7 +129,7 @@ def swap(
     with itself too."""
     for length in lengths:
         answer = greedy(servers[REFERENCE].client, text(f"swap {length}", length, vocabulary), steps)
-        with ThreadPoolExecutor(len(servers)) as pool:
+        with workers(len(servers)) as pool:
             started = {name: pool.submit(measure, s, length, answer, vocabulary) for name, s in servers.items()}
         measured = {name: future.result() for name, future in started.items()}
         for name in servers:

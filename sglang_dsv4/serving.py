@@ -22,13 +22,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from sglang_dsv4.ports import PortTaken, Reservation, reserve
+from sglang_dsv4.workers import workers
 
 PARSER = "dsv4_slot"
 READY_TIMEOUT_S = 300.0
@@ -220,7 +220,7 @@ class Client:
         def one(ids: Sequence[int], limit: int) -> Answer:
             return self.generate(ids, limit, logprobs=logprobs)
 
-        with ThreadPoolExecutor(max(1, len(prompts))) as pool:
+        with workers(max(1, len(prompts))) as pool:
             return list(pool.map(one, prompts, max_new_tokens))
 
     def flush(self, *, patience_s: float = 60.0) -> None:

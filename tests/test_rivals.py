@@ -57,6 +57,36 @@ def test_all_servers_of_the_swap_run_the_same_kernels_outside_attention():
         assert (args.model_config_parser == "dsv4_slot") is name.startswith("ours")
 
 
+def measured(logprobs, wrong=(), leads=None):
+    return {"logprobs": logprobs, "wrong": list(wrong), "leads": leads}
+
+
+def test_steps_that_no_rounding_decides_are_counted_apart():
+    reference = measured([0.0, -1.0, -2.0], leads=[0.05, 0.3, 2.0, 0.5])
+    noisy = measured([0.0, -1.1, -2.2])  # moves a logprob by 0.2 at most: two of them by 0.4
+    row = swap.distance(reference, noisy, measured([0.0, -1.0, -2.1], wrong=[0, 1, 3]), 100)
+    assert row["greedy_agreement"] == 0.25 and row["logprob_max"] == 0.1
+    assert row["decided_steps"] == 2 and row["decided_agreement"] == 0.5
+    far = measured([0.0, -1.0, -3.5])
+    assert swap.distance(reference, far, reference, 100)["decided_agreement"] is None
+
+
+class Guided:
+    """Answers with `says`, whatever comes before."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def generate(self, ids, count, **options):
+        at = len(ids) - 1
+        return SimpleNamespace(output_ids=self.says[at : at + count])
+
+
+def test_guided_decoding_says_which_steps_differ():
+    assert swap.guided(Guided([5, 6, 9, 8, 9]), [0], [5, 6, 7, 8, 7]) == [2, 4]
+    assert swap.guided(Guided([5, 6]), [0], [5, 6]) == []
+
+
 def reporting(**settings):
     return SimpleNamespace(client=SimpleNamespace(settings=lambda: settings))
 
