@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measure import save_text
 from numpy.typing import NDArray
 
 from sglang_dsv4.serving import Answer
@@ -44,7 +45,7 @@ class Recording:
             }
             for key, answer in self.answers.items()
         ]
-        path.write_text(json.dumps({"workload": self.workload, "answers": answers}) + "\n")
+        save_text(path, json.dumps({"workload": self.workload, "answers": answers}) + "\n")
 
     @staticmethod
     def load(path: Path) -> Recording:

@@ -25,11 +25,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from measure import writable  # noqa: E402
+from measure import save_text, writable  # noqa: E402
 
 from sglang_dsv4.cache.backing import backing_for, memory_for  # noqa: E402
 from sglang_dsv4.cache.granules import GRANULE, plan_split  # noqa: E402
 from sglang_dsv4.cache.handle import EntryStore, SlotStore  # noqa: E402
+from sglang_dsv4.console import run_program  # noqa: E402
 from sglang_dsv4.geometry import Geometry  # noqa: E402
 
 PAGE = 128
@@ -237,9 +238,9 @@ def main() -> int:
         return 1
     print(json.dumps(result, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        save_text(options.out, json.dumps(result, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program("backing_check", main)

@@ -30,7 +30,7 @@ def chat_turns(
     cached = prompt = 0
     for turn in range(TURNS):
         with workers(users) as pool:
-            answers = list(pool.map(lambda ids: client.generate(ids, ANSWER_TOKENS, logprobs=False), history))
+            answers = pool.gather(lambda ids: client.generate(ids, ANSWER_TOKENS, logprobs=False), history)
         for i, answer in enumerate(answers):
             if turn:
                 cached += answer.cached_tokens

@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import report  # noqa: E402
 import workloads  # noqa: E402
-from measure import positive, writable  # noqa: E402
+from measure import positive, save_text, writable  # noqa: E402
 from replay import replay, tokens_of  # noqa: E402
 from rivals import (  # noqa: E402
     DEFAULT_RATIO,
@@ -52,6 +52,7 @@ from rivals import (  # noqa: E402
     vocabulary_of,
 )
 
+from sglang_dsv4.console import run_program  # noqa: E402
 from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals  # noqa: E402
 
 PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")
@@ -181,8 +182,8 @@ class Bench:
             "runs": self.rows,
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(page(self.rows))
+        save_text(options.out, json.dumps(result, indent=1) + "\n")
+        save_text(options.out.with_suffix(".md"), page(self.rows))
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -272,4 +273,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program("compare", main)

@@ -36,7 +36,9 @@ from kernel_cases.base import (  # noqa: E402
     skip_slow_rivals,
     warm_up,
 )
-from measure import writable  # noqa: E402
+from measure import save_text, writable  # noqa: E402
+
+from sglang_dsv4.console import run_program  # noqa: E402
 
 ROUNDS = 5
 
@@ -93,10 +95,11 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def keep(out: Path, row: dict[str, Any]) -> None:
-    """Puts a case's row into the file at once, in place of the one it had: whatever ends the run loses no figures."""
-    others = [r for r in rows_of(out) if (r["op"], r["shape"]) != (row["op"], row["shape"])]
-    out.write_text(json.dumps([*others, row], indent=1) + "\n")
+def keep(out: Path, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Puts a case's row among all, in place of the one it had, and these into the file: nothing that ends the run loses
+    figures. Raises OSError."""
+    rows[:] = [r for r in rows if (r["op"], r["shape"]) != (row["op"], row["shape"])] + [row]
+    save_text(out, json.dumps(rows, indent=1) + "\n")
 
 
 def main() -> int:
@@ -107,8 +110,8 @@ def main() -> int:
     parser.add_argument("--commit", default=None, help="commit to record where there is no checkout")
     args = parser.parse_args()
     try:
-        rows_of(args.out)
-    except (OSError, ValueError) as error:
+        rows = rows_of(args.out)
+    except (OSError, ValueError, RecursionError) as error:
         told = f"{args.out} cannot take rows beside what it holds ({error}): name another --out"
         parser.exit(2, f"bench/kernels.py: {told}\n")
     if not torch.cuda.is_available():
@@ -138,7 +141,10 @@ def main() -> int:
             finally:
                 del case
                 gc.collect()
-            keep(args.out, {**row, "card": card, "commit": revision, "copy_gbps": round(bandwidth / 1e9, 1)})
+            try:
+                keep(args.out, rows, {**row, "card": card, "commit": revision, "copy_gbps": round(bandwidth / 1e9, 1)})
+            except OSError as error:  # figures are printed all the same, and tried again with the next case's
+                print(f"bench/kernels.py: {args.out} cannot be written ({error})", file=sys.stderr)
             rivals = [f"{row['rival']} {row['rival_us']} us"] if row["rival"] else []
             rival = "; ".join([*rivals, *(f"not run: {reason}" for reason in row["not_run"])])
             print(
@@ -150,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program("kernels", main)

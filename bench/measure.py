@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -167,7 +168,21 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 def write(path: Path, result: dict[str, Any], rows: Sequence[Row] = ()) -> None:
     """One JSON object; `rows` are added if given."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if rows:
         result = {**result, "rows": [asdict(r) for r in rows]}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    save_text(path, json.dumps(result, indent=1) + "\n")
+
+
+def save_text(path: Path, text: str) -> None:
+    """The whole text or what the file had before, whatever ends the program meanwhile. Raises OSError."""
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text)
+        return
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,9 @@ from measure import (  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource, Workload  # noqa: E402
 
-from sglang_dsv4.console import Progress, table, tolerance  # noqa: E402
+from sglang_dsv4.console import Progress, run_program, table, tolerance  # noqa: E402
 from sglang_dsv4.serving import Answer, Client, ServerError  # noqa: E402
+from sglang_dsv4.workers import workers  # noqa: E402
 
 ROLE_TOKENS = {USER: "<｜User｜>", ASSISTANT: "<｜Assistant｜>"}
 MISSED = "sglang_dsv4:missed_tokens_total"
@@ -119,7 +119,7 @@ class Replay:
     seconds: float = 0.0
 
     def run(self) -> None:
-        """Raises ServerError with the first request that fails."""
+        """Raises ServerError with the first request that fails; none is sent any more."""
         self._waiting = list(self.workload.requests)
         self._busy: set[str] = set()
         self._change = threading.Condition()
@@ -131,27 +131,22 @@ class Replay:
         watcher = threading.Thread(target=self._watch, args=(stop,), daemon=True)
         watcher.start()
         # Recorded arrivals are an open loop: as many threads as sessions, so that none waits for another's answer.
-        threads = self.users if self.speed is None else len({r.session for r in self._waiting})
-        with ThreadPoolExecutor(min(threads, 512)) as pool:
-            try:
-                for worker in [pool.submit(self._user) for _ in range(min(threads, 512))]:
-                    worker.result()
-            except BaseException as error:
-                self._give_up(error)  # else the pool would wait until all requests have been sent
-                raise
-        self.seconds = time.perf_counter() - self._start
-        stop.set()
+        sessions = len({r.session for r in self._waiting})
+        threads = min(self.users if self.speed is None else sessions, 512)
+        try:
+            with workers(threads) as pool:
+                pool.until([pool.submit(self._user) for _ in range(threads)])
+        except BaseException as error:
+            self._give_up(error)  # else the threads would go on with what has not been sent
+            raise
+        finally:
+            self.seconds = time.perf_counter() - self._start
+            stop.set()
         watcher.join()
-        if self._failed:
-            raise self._failed
 
     def _user(self) -> None:
         while (sent := self._take()) is not None:
-            try:
-                sent.answer = self.client.generate(sent.prompt.tolist(), sent.request.answer, logprobs=self.logprobs)
-            except ServerError as error:
-                self._give_up(error)
-                return
+            sent.answer = self.client.generate(sent.prompt.tolist(), sent.request.answer, logprobs=self.logprobs)
             self._done(sent)
 
     def _give_up(self, error: BaseException) -> None:
@@ -368,9 +363,6 @@ def main() -> None:
         )
         if kept is not None:
             kept.save(args.ids)
-    except KeyboardInterrupt:
-        print("replay: stopped", file=sys.stderr)
-        raise SystemExit(130) from None
     except (OSError, ValueError, ServerError) as error:
         sys.exit(f"replay: {error}")
     shown = [(key, value) for key, value in result.items() if not isinstance(value, list)]
@@ -382,4 +374,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program("replay", main)

@@ -24,7 +24,7 @@ from typing import Any
 import decode
 import workloads
 from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
-from measure import positive, writable
+from measure import positive, save_text, writable
 from replay import replay, tokens_of
 from rivals import (
     DEFAULT_RATIO,
@@ -43,6 +43,7 @@ from rivals import (
     vocabulary_of,
 )
 
+from sglang_dsv4.console import run_program
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 from sglang_dsv4.workers import workers
 
@@ -104,7 +105,7 @@ class Bench:
         # No times are taken here, and many servers start faster without graphs.
         launches = {name: replace(launch, graphs=False) for name, launch in launches.items()}
         with together(launches, self.logs, self.starts) as servers, workers(len(servers)) as pool:
-            curves = list(pool.map(lambda s: curve(s[1].client, s[0], counts, self.vocabulary), servers.items()))
+            curves = pool.gather(lambda s: curve(s[1].client, s[0], counts, self.vocabulary), servers.items())
         mine, rivals = curves[0], dict(zip(ratios, curves[1:], strict=True))
         for count in counts:
             self.rows.append(chat_row(count, budget, pools, mine[count], {r: c[count] for r, c in rivals.items()}))
@@ -290,8 +291,8 @@ def write(bench: Bench, options: argparse.Namespace) -> None:
         "rows": bench.rows,
         "profiles": bench.profiles,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    save_text(options.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program("serving", main)

@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import positive, writable
+from measure import positive, save_text, writable
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
-from sglang_dsv4.console import Progress, tolerance
+from sglang_dsv4.console import Progress, run_program, tolerance
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
 from sglang_dsv4.switches import CHECK_RANKS
 from sglang_dsv4.verify import verify
@@ -66,7 +66,7 @@ def faults(client: Client, requests: list[tuple[list[int], int]], users: int) ->
         return f"a logprob of a prompt of {len(ids)} tokens is no number" if bad else None, answer.cached_tokens
 
     with workers(users) as pool:
-        seen = list(pool.map(one, requests))
+        seen = pool.gather(one, requests)
     return [fault for fault, _ in seen if fault], sum(cached for _, cached in seen)
 
 
@@ -114,11 +114,15 @@ def main() -> int:
             result["verify"] = "\n".join(said).splitlines()
     except ServerError as error:
         result["stopped"] = str(error)
-    print("\n".join(result.get("verify", [])), result.get("stopped", ""), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    except BaseException as error:
+        result["stopped"] = repr(error)
+        raise
+    finally:
+        print("\n".join(result.get("verify", [])), result.get("stopped", ""), flush=True)
+        if options.out:
+            save_text(options.out, json.dumps(result, indent=1) + "\n")
     return 0 if result.get("verified") and not result.get("failed") else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program("soak", main)

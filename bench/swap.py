@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -30,9 +31,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import positive, writable
+from measure import positive, save_text, writable
 from rivals import GpuLaunch, Pools, card, config_of, same_kernels, text, together, vocabulary_of
 
+from sglang_dsv4.console import run_program
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 from sglang_dsv4.workers import workers
 
@@ -64,9 +66,15 @@ def scored(client: Client, ids: list[int], first: int) -> tuple[list[float], lis
         "logprob_start_len": first - 1,
         "top_logprobs_num": 2,
     }
-    said, count = client.post("/generate", body)["meta_info"], len(ids) - first
-    best = said["input_top_logprobs"][-count:]
-    return [float(row[0]) for row in said["input_token_logprobs"][-count:]], [a[0] - b[0] for a, b in best]
+    said, count = client.post("/generate", body), len(ids) - first
+    try:
+        chosen = [float(row[0]) for row in said["meta_info"]["input_token_logprobs"][-count:]]
+        leads = [float(a[0]) - float(b[0]) for a, b in said["meta_info"]["input_top_logprobs"][-count:]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerError(f"{client.url} sent logprobs that cannot be read ({error!r})") from None
+    if len(chosen) != count or len(leads) != count or not all(map(math.isfinite, chosen + leads)):
+        raise ServerError(f"{client.url} lacks some of {count} logprobs, or they are no numbers")
+    return chosen, leads
 
 
 def guided(client: Client, ids: list[int], expected: list[int]) -> list[int]:
@@ -86,7 +94,7 @@ def disagreements(client: Client, ids: list[int], expected: list[int]) -> list[i
     client.generate(ids, 1, logprobs=False)  # the segments share the prompt
     starts = range(0, len(expected), SEGMENT)
     with workers(len(starts)) as pool:
-        found = pool.map(lambda i: guided(client, ids + expected[:i], expected[i : i + SEGMENT]), starts)
+        found = pool.gather(lambda i: guided(client, ids + expected[:i], expected[i : i + SEGMENT]), starts)
         return [start + step for start, steps in zip(starts, found, strict=True) for step in steps]
 
 
@@ -130,8 +138,9 @@ def swap(
     for length in lengths:
         answer = greedy(servers[REFERENCE].client, text(f"swap {length}", length, vocabulary), steps)
         with workers(len(servers)) as pool:
-            started = {name: pool.submit(measure, s, length, answer, vocabulary) for name, s in servers.items()}
-        measured = {name: future.result() for name, future in started.items()}
+            alike = ([one] * len(servers) for one in (length, answer, vocabulary))
+            found = pool.gather(measure, servers.values(), *alike)
+        measured = dict(zip(servers, found, strict=True))
         for name in servers:
             row = distance(measured[REFERENCE], measured[NOISY], measured[name], length)
             rows.setdefault(name, []).append(row)
@@ -176,7 +185,7 @@ def main() -> int:
 
     def save() -> None:
         if options.out:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            save_text(options.out, json.dumps(result, indent=1) + "\n")
 
     launches = arms(options.model, options.moe, options.fp8_gemm, options.tp)
     try:
@@ -193,4 +202,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program("swap", main)

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_dsv4 import __version__
-from sglang_dsv4.console import tolerance
+from sglang_dsv4.console import INTERRUPTED, tolerance
 from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals, reserve_port
 
 FAILED, UNUSABLE = 1, 2  # exit codes: a check failed; it could not be run
@@ -178,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sglang-dsv4: {error}", file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:
-        return 130
+        print("sglang-dsv4: stopped", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

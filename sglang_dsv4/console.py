@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TextIO
 
 _BAR = 30
 
@@ -19,6 +19,19 @@ def tolerance(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
     return value
+
+
+INTERRUPTED = 130  # what a shell shows of a program that Ctrl-C ended
+
+
+def run_program(program: str, main: Callable[[], int | None]) -> NoReturn:
+    """Ends the process with what `main` returns; after Ctrl-C with one line."""
+    try:
+        status = main() or 0
+    except KeyboardInterrupt:
+        print(f"{program}: stopped", file=sys.stderr)
+        status = INTERRUPTED
+    raise SystemExit(status)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:

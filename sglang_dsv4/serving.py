@@ -209,7 +209,7 @@ class Client:
             )
         except KeyError as error:
             raise ServerError(f"{self.url} sent an answer without {error}") from None
-        except (TypeError, ValueError, IndexError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
             raise ServerError(f"{self.url} sent an answer that cannot be read: {_one_line(error)}") from None
 
     def generate_together(
@@ -221,7 +221,7 @@ class Client:
             return self.generate(ids, limit, logprobs=logprobs)
 
         with workers(max(1, len(prompts))) as pool:
-            return list(pool.map(one, prompts, max_new_tokens))
+            return pool.gather(one, prompts, max_new_tokens)
 
     def flush(self, *, patience_s: float = 60.0) -> None:
         """Empty the server's cache, waiting for it to fall idle."""
@@ -258,7 +258,10 @@ class Client:
         try:
             yield
         except urllib.error.HTTPError as error:
-            detail = _one_line(error.read(2000).decode(errors="replace"))
+            try:
+                detail = _one_line(error.read(2000).decode(errors="replace"))
+            except (http.client.HTTPException, OSError) as broken:
+                detail = f"and broke the connection ({broken!r})"
             raise ServerError(f"{error.url} answered {error.code}: {detail}") from None
         except TimeoutError:
             raise ServerError(f"{self.url} did not answer in time") from None

@@ -1,23 +1,90 @@
-"""Threads that send requests, of which none keeps a program that is told to end."""
+"""Threads that send requests, of which none keeps a program that is told to end.
+
+Those of `concurrent.futures` are waited for when the interpreter ends, and a server may take minutes for what they have
+asked it; these are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Daemon threads that take tasks in turn. Made by `workers`."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._futures: list[Future[Any]] = []
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Runs function(*arguments) as soon as a thread is free."""
+        future: Future[T] = Future()
+
+        def task() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*arguments)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._futures.append(future)
+        self._tasks.put(task)
+        return future
+
+    def gather(self, function: Callable[..., T], *columns: Iterable[Any]) -> list[T]:
+        """function(*row) of every row of the columns, in their order. Raises what the first one to fail raised, without
+        waiting for the others."""
+        futures = [self.submit(function, *row) for row in zip(*columns, strict=True)]
+        self.until(futures)
+        return [future.result() for future in futures]
+
+    @staticmethod
+    def until(futures: Iterable[Future[Any]]) -> None:
+        """Until all are done. Raises what the first one to fail raised, without waiting for the others."""
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            if error := future.exception():
+                raise error
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def _end(self, *, drop: bool) -> None:
+        if drop:
+            for future in self._futures:
+                future.cancel()
+        else:
+            wait(self._futures)
+        for _ in range(self._count):
+            self._tasks.put(None)
 
 
 @contextmanager
-def workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of `count` threads that is waited for where the body comes to its end.
+def workers(count: int) -> Iterator[Workers]:
+    """`count` threads, whose tasks are waited for where the body comes to its end.
 
-    Whatever else ends the body, such as Ctrl-C, drops the tasks that have not begun and does not wait for those that
-    have: they are answered, or fail when their server is stopped, which is up to somebody further out.
+    Whatever else ends the body, such as Ctrl-C or a task that failed, drops the tasks that have not begun and does not
+    wait for those that have: they are answered, or fail when their server is stopped, which is up to somebody further
+    out.
     """
-    pool = ThreadPoolExecutor(count)
+    pool = Workers(count)
     try:
         yield pool
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool._end(drop=True)
         raise
-    pool.shutdown()
+    pool._end(drop=False)

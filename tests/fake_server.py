@@ -32,6 +32,7 @@ class FakeServer:
         self.stored: list[tuple[int, ...]] = []
         self.flushes = 0
         self.lock = threading.Lock()
+        self.asked, self.ends = threading.Event(), threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
@@ -41,6 +42,7 @@ class FakeServer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.ends.set()
         self.http.shutdown()
         self.http.server_close()
         self.thread.join()
@@ -141,10 +143,15 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 else:
                     self._reply(200, json.dumps({"tokens": list(range(300, 360))}))
             else:
+                server.asked.set()
+                if server.fault == "never answers":
+                    server.ends.wait()
                 count = body["sampling_params"]["max_new_tokens"]
                 answer = server.generate(tuple(body["input_ids"]), count)
                 if server.fault == "an error in the stream":
                     answer = {"error": {"message": "out of\nmemory"}}
+                if server.fault == "an endless prompt":
+                    answer["meta_info"]["prompt_tokens"] = float("inf")
                 if server.fault == "a number of ids":
                     answer["output_ids"] = 5
                 if server.fault == "no numbers in the logprobs":
