@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import report  # noqa: E402
 import workloads  # noqa: E402
-from measure import positive, save_text, writable  # noqa: E402
+from measure import save_text, writable  # noqa: E402
 from replay import replay, tokens_of  # noqa: E402
 from rivals import (  # noqa: E402
     DEFAULT_RATIO,
@@ -52,7 +52,7 @@ from rivals import (  # noqa: E402
     vocabulary_of,
 )
 
-from sglang_dsv4.console import run_program  # noqa: E402
+from sglang_dsv4.console import positive, run_program  # noqa: E402
 from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals  # noqa: E402
 
 PRESETS = ("short-chats", "coding-agent", "shared-system-prompt", "no-reuse")

@@ -19,10 +19,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from measure import positive  # noqa: E402
 
 from sglang_dsv4.cache.movable import MovablePages  # noqa: E402
-from sglang_dsv4.console import table  # noqa: E402
+from sglang_dsv4.console import positive, table  # noqa: E402
 
 PAGE, SEGMENT, FREES, TIMES = 128, 4, 90, 5
 

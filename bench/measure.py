@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.cache.causes import NO_SNAPSHOT, PAGE, SNAPSHOT, page_misses
+from sglang_dsv4.console import positive
 
 NEVER, BELOW = "never cached", "below one page"
 HIDDEN = "evicted or no snapshot"  # from a server that does not say which
@@ -19,13 +20,6 @@ CAUSES = (NEVER, BELOW, PAGE, SNAPSHOT, NO_SNAPSHOT, HIDDEN)
 
 
 # Types of arguments: whatever cannot be meant is one line that names it.
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def positives(text: str) -> list[int]:
@@ -53,14 +47,6 @@ def factor(text: str) -> float:
     if not 0 < _number(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return float(text)
-
-
-def id_range(text: str) -> tuple[int, int]:
-    """LOW:HIGH, the first token id and the one behind the last."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with LOW below HIGH")
-    return int(low), int(high)
 
 
 def writable(text: str) -> Path:

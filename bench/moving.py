@@ -24,14 +24,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import workloads  # noqa: E402
 from engine import Engine, Limits  # noqa: E402
 from kept import Kept, told  # noqa: E402
-from measure import memories, part, positive, positives, writable  # noqa: E402
+from measure import memories, part, positives, writable  # noqa: E402
 from simulate import Simulation, flash, limits_for, oracle_tokens  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
 from sglang_dsv4.cache import reuse  # noqa: E402
 from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST  # noqa: E402
 from sglang_dsv4.cache.superseded import paths_of  # noqa: E402
-from sglang_dsv4.console import run_program, table  # noqa: E402
+from sglang_dsv4.console import positive, run_program, table  # noqa: E402
 from sglang_dsv4.geometry import Geometry  # noqa: E402
 
 

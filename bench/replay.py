@@ -38,10 +38,8 @@ from measure import (  # noqa: E402
     SNAPSHOT,
     Row,
     factor,
-    id_range,
     misses,
     percentiles,
-    positive,
     summary,
     writable,
     write,
@@ -49,7 +47,7 @@ from measure import (  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource, Workload  # noqa: E402
 
-from sglang_dsv4.console import Progress, run_program, table, tolerance  # noqa: E402
+from sglang_dsv4.console import Progress, id_range, positive, run_program, table, tolerance  # noqa: E402
 from sglang_dsv4.serving import Answer, Client, ServerError  # noqa: E402
 from sglang_dsv4.workers import workers  # noqa: E402
 

@@ -24,7 +24,7 @@ from typing import Any
 import decode
 import workloads
 from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
-from measure import positive, save_text, writable
+from measure import save_text, writable
 from replay import replay, tokens_of
 from rivals import (
     DEFAULT_RATIO,
@@ -43,7 +43,7 @@ from rivals import (
     vocabulary_of,
 )
 
-from sglang_dsv4.console import run_program
+from sglang_dsv4.console import positive, run_program
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 from sglang_dsv4.workers import workers
 

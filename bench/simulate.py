@@ -29,14 +29,14 @@ import belady  # noqa: E402
 import workloads  # noqa: E402
 from engine import Engine, Ids, Limits, Run  # noqa: E402
 from kept import Kept, told  # noqa: E402
-from measure import Row, factor, memories, misses, parts, positive, summary, writable  # noqa: E402
+from measure import Row, factor, memories, misses, parts, summary, writable  # noqa: E402
 from prefixes import PrefixIndex  # noqa: E402
 from workloads import Conversations, Request, TokenSource, Workload  # noqa: E402
 
 from sglang_dsv4.cache.counters import counters  # noqa: E402
 from sglang_dsv4.cache.policy import LADDER  # noqa: E402
 from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST, split_bytes  # noqa: E402
-from sglang_dsv4.console import Progress, table  # noqa: E402
+from sglang_dsv4.console import Progress, positive, table  # noqa: E402
 from sglang_dsv4.geometry import Geometry  # noqa: E402
 
 CONFIG = ROOT / "configs" / "v4_flash.json"

@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import positive, save_text, writable
+from measure import save_text, writable
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
-from sglang_dsv4.console import Progress, run_program, tolerance
+from sglang_dsv4.console import Progress, positive, run_program, tolerance
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
 from sglang_dsv4.switches import CHECK_RANKS
 from sglang_dsv4.verify import verify

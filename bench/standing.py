@@ -22,11 +22,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import workloads  # noqa: E402
 from engine import Engine  # noqa: E402
 from kept import Kept, told  # noqa: E402
-from measure import memories, parts, positive, writable  # noqa: E402
+from measure import memories, parts, writable  # noqa: E402
 from simulate import Simulation, flash, limits_for  # noqa: E402
 from workloads import PRESETS, Workload  # noqa: E402
 
-from sglang_dsv4.console import table  # noqa: E402
+from sglang_dsv4.console import positive, table  # noqa: E402
 from sglang_dsv4.geometry import WINDOW, Geometry  # noqa: E402
 
 

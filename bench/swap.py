@@ -31,10 +31,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import positive, save_text, writable
+from measure import save_text, writable
 from rivals import GpuLaunch, Pools, card, config_of, same_kernels, text, together, vocabulary_of
 
-from sglang_dsv4.console import run_program
+from sglang_dsv4.console import positive, run_program
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
 from sglang_dsv4.workers import workers
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sglang_dsv4 import __version__
-from sglang_dsv4.console import INTERRUPTED, tolerance
+from sglang_dsv4.console import INTERRUPTED, id_range, positive, tolerance
 from sglang_dsv4.serving import Client, Launch, Server, ServerError, exit_on_signals, reserve_port
 
 FAILED, UNUSABLE = 1, 2  # exit codes: a check failed; it could not be run
@@ -26,19 +26,6 @@ def trace_folder() -> Path:
     """The recorded sessions: beside the package once installed, in bench/ in a source tree."""
     installed = PACKAGE / "trace_data"
     return installed if installed.is_dir() else PACKAGE.parent / "bench" / "traces"
-
-
-def _id_range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and high.isdecimal() and int(low) + 16 <= int(high)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with at least 16 ids between")
-    return int(low), int(high)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
 
 
 def _scale(text: str) -> Fraction:
@@ -66,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         type=tolerance,
         help="largest accepted logprob difference; default: 0 from a CPU server, 0.1 from others",
     )
-    verify.add_argument("--copies", type=_count, default=8, help="concurrent copies of one prompt (default 8)")
+    verify.add_argument("--copies", type=positive, default=8, help="concurrent copies of one prompt (default 8)")
     verify.add_argument("--any-hit", action="store_true", help="accept any hit, however short of what is promised")
-    verify.add_argument("--token-ids", type=_id_range, metavar="LOW:HIGH", help="ordinary ids to make prompts of")
+    verify.add_argument("--token-ids", type=id_range, metavar="LOW:HIGH", help="ordinary ids to make prompts of")
 
     for name, text in (("demo", "replay recorded chats, warm and cold"), ("serve", "leave a server running")):
         command = commands.add_parser(name, help=text)
@@ -86,10 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "demo":
             command.add_argument("--url", help="use this running server; its cache is flushed")
-            command.add_argument("--token-ids", type=_id_range, metavar="LOW:HIGH", help="ordinary token ids")
+            command.add_argument("--token-ids", type=id_range, metavar="LOW:HIGH", help="ordinary token ids")
             command.add_argument("--traces", type=Path, default=trace_folder(), help="folder of trace_*.json")
-            command.add_argument("--sessions", type=_count, default=8)
-            command.add_argument("--turns", type=_count, default=4)
+            command.add_argument("--sessions", type=positive, default=8)
+            command.add_argument("--turns", type=positive, default=4)
             command.add_argument("--scale", type=_scale, default=Fraction(1, 4), help="tokens per block (default 1/4)")
     return parser
 

@@ -1,4 +1,4 @@
-"""What command lines share: a type of argument, aligned tables and a progress bar."""
+"""What command lines share: types of arguments, how a program ends, aligned tables and a progress bar."""
 
 from __future__ import annotations
 
@@ -8,6 +8,24 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 _BAR = 30
+
+
+FEWEST_IDS = 16  # token ids of which different prompts can be made
+
+
+def positive(text: str) -> int:
+    """Type of an argument: a whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def id_range(text: str) -> tuple[int, int]:
+    """Type of an argument: LOW:HIGH, the first token id and the one behind the last."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and int(low) + FEWEST_IDS <= int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with at least {FEWEST_IDS} ids between")
+    return int(low), int(high)
 
 
 def tolerance(text: str) -> float:

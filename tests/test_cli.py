@@ -163,7 +163,7 @@ def test_a_port_in_use_is_refused_and_whoever_uses_it_is_left_alone(command, cap
 def test_a_demo_of_nothing_is_refused(flag, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["demo", flag, "0"])
-    assert error.value.code == 2 and "at least 1" in capsys.readouterr().err
+    assert error.value.code == 2 and "a whole number above 0" in capsys.readouterr().err
 
 
 def test_a_log_that_cannot_be_written_is_one_line(tmp_path):

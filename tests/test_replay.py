@@ -166,7 +166,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
         ("--users", "0", "not a whole number above 0"),
         ("--limit", "-3", "not a whole number above 0"),
         ("--speed", "nan", "not a number above 0"),
-        ("--token-ids", "9:5", "not LOW:HIGH with LOW below HIGH"),
+        ("--token-ids", "9:5", "not LOW:HIGH with at least 16 ids between"),
         ("--tolerance", "-1", "not a number from 0 on"),
         ("--out", "/dev/null/x.json", "cannot be written"),
         ("--ids", "/dev/null/x.json", "cannot be written"),
