@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from measure import save_text, writable  # noqa: E402
+from measure import writable, write  # noqa: E402
 
 from sglang_dsv4.cache.backing import backing_for, memory_for  # noqa: E402
 from sglang_dsv4.cache.granules import GRANULE, plan_split  # noqa: E402
@@ -238,7 +238,7 @@ def main() -> int:
         return 1
     print(json.dumps(result, indent=1))
     if options.out:
-        save_text(options.out, json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rivals import DEFAULT_RATIO, text
 
 from sglang_dsv4.serving import Client
-from sglang_dsv4.workers import workers
+from sglang_dsv4.workers import Workers
 
 CHAT_TOKENS, LATER_TOKENS, ANSWER_TOKENS, TURNS = 2048, 64, 32, 3
 RUNNING = 16
@@ -29,7 +29,7 @@ def chat_turns(
     history = [text(f"chat {i}", tokens, vocabulary) for i in range(chats)]
     cached = prompt = 0
     for turn in range(TURNS):
-        with workers(users) as pool:
+        with Workers(users) as pool:
             answers = pool.gather(lambda ids: client.generate(ids, ANSWER_TOKENS, logprobs=False), history)
         for i, answer in enumerate(answers):
             if turn:

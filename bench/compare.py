@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import report  # noqa: E402
 import workloads  # noqa: E402
-from measure import save_text, writable  # noqa: E402
+from measure import save_text, writable, write  # noqa: E402
 from replay import replay, tokens_of  # noqa: E402
 from rivals import (  # noqa: E402
     DEFAULT_RATIO,
@@ -181,8 +181,7 @@ class Bench:
             "start_s": self.starts,
             "runs": self.rows,
         }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        save_text(options.out, json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
         save_text(options.out.with_suffix(".md"), page(self.rows))
 
 

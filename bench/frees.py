@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-
+sys.path.insert(0, str(ROOT))
 
 from sglang_dsv4.cache.movable import MovablePages  # noqa: E402
 from sglang_dsv4.console import positive, table  # noqa: E402

@@ -10,6 +10,8 @@ from typing import Any
 
 from measure import write
 
+from sglang_dsv4.console import INTERRUPTED
+
 
 class Kept:
     """Rows as they come, and in a JSON file if one is named.
@@ -38,7 +40,7 @@ def told(program: str, kept: Kept, describe: Callable[[Sequence[dict[str, Any]]]
     try:
         yield
     except KeyboardInterrupt:
-        why, status = "stopped", 130
+        why, status = "stopped", INTERRUPTED
     except (OSError, ValueError) as error:
         why, status = str(error), 1
     if kept.rows:

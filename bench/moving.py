@@ -31,7 +31,7 @@ from workloads import PRESETS, Workload  # noqa: E402
 from sglang_dsv4.cache import reuse  # noqa: E402
 from sglang_dsv4.cache.sizing import SLOTS_PER_REQUEST  # noqa: E402
 from sglang_dsv4.cache.superseded import paths_of  # noqa: E402
-from sglang_dsv4.console import positive, run_program, table  # noqa: E402
+from sglang_dsv4.console import positive, table  # noqa: E402
 from sglang_dsv4.geometry import Geometry  # noqa: E402
 
 
@@ -212,4 +212,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program("moving", main)
+    main()

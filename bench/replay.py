@@ -49,7 +49,7 @@ from workloads import ASSISTANT, USER, Conversations, Ids, Request, TokenSource,
 
 from sglang_dsv4.console import Progress, id_range, positive, run_program, table, tolerance  # noqa: E402
 from sglang_dsv4.serving import Answer, Client, ServerError  # noqa: E402
-from sglang_dsv4.workers import workers  # noqa: E402
+from sglang_dsv4.workers import Workers  # noqa: E402
 
 ROLE_TOKENS = {USER: "<｜User｜>", ASSISTANT: "<｜Assistant｜>"}
 MISSED = "sglang_dsv4:missed_tokens_total"
@@ -123,7 +123,7 @@ class Replay:
         self._change = threading.Condition()
         self._talk, self._index = Conversations(self.source), PrefixIndex(self.page)
         self._bar = Progress(len(self._waiting), self.workload.name)
-        self._failed: BaseException | None = None
+        self._ended = False
         self._start = time.perf_counter()
         stop = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(stop,), daemon=True)
@@ -132,12 +132,10 @@ class Replay:
         sessions = len({r.session for r in self._waiting})
         threads = min(self.users if self.speed is None else sessions, 512)
         try:
-            with workers(threads) as pool:
+            with Workers(threads) as pool:
                 pool.until([pool.submit(self._user) for _ in range(threads)])
-        except BaseException as error:
-            self._give_up(error)  # else the threads would go on with what has not been sent
-            raise
         finally:
+            self._end()  # or the threads of a run that failed would go on with what has not been sent
             self.seconds = time.perf_counter() - self._start
             stop.set()
         watcher.join()
@@ -147,16 +145,16 @@ class Replay:
             sent.answer = self.client.generate(sent.prompt.tolist(), sent.request.answer, logprobs=self.logprobs)
             self._done(sent)
 
-    def _give_up(self, error: BaseException) -> None:
+    def _end(self) -> None:
         """No request is sent any more."""
         with self._change:
-            self._failed = self._failed or error
+            self._ended = True
             self._change.notify_all()
 
     def _take(self) -> _Sent | None:
         """The next request that may be sent, or None when there is none left."""
         with self._change:
-            while self._waiting and not self._failed:
+            while self._waiting and not self._ended:
                 request = next((r for r in self._waiting if r.session not in self._busy), None)
                 delay = None if request is None else self._delay(request)
                 if request is None or delay:

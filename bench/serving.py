@@ -12,7 +12,6 @@ bytes hold at the depth of --config.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 import decode
 import workloads
 from chats import CHAT_TOKENS, RUNNING, WINDOW_RATIOS, Chats, curve
-from measure import save_text, writable
+from measure import writable, write
 from replay import replay, tokens_of
 from rivals import (
     DEFAULT_RATIO,
@@ -45,7 +44,7 @@ from rivals import (
 
 from sglang_dsv4.console import positive, run_program
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
-from sglang_dsv4.workers import workers
+from sglang_dsv4.workers import Workers
 
 OURS, IN_TREE = "ours", "in_tree"
 SIDE_BY_SIDE = ("prefill", "decode", "long", "fresh")  # served by one pair of servers
@@ -104,7 +103,7 @@ class Bench:
             launches[f"in-tree x{scale} ratio {ratio}"] = self.base.in_tree(tokens, ratio, RUNNING)
         # No times are taken here, and many servers start faster without graphs.
         launches = {name: replace(launch, graphs=False) for name, launch in launches.items()}
-        with together(launches, self.logs, self.starts) as servers, workers(len(servers)) as pool:
+        with together(launches, self.logs, self.starts) as servers, Workers(len(servers)) as pool:
             curves = pool.gather(lambda s: curve(s[1].client, s[0], counts, self.vocabulary), servers.items())
         mine, rivals = curves[0], dict(zip(ratios, curves[1:], strict=True))
         for count in counts:
@@ -241,7 +240,7 @@ def main() -> int:
 
     def save() -> None:
         """Rows are written as they come: a run that is stopped keeps what it measured."""
-        write(bench, options)
+        write_rows(bench, options)
 
     try:
         base = GpuLaunch(options.model, mem_share=options.mem_share, tp=options.tp, extra_args=extra)
@@ -277,7 +276,7 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
             bench.chats(options.chats, options.ratios, scale)
 
 
-def write(bench: Bench, options: argparse.Namespace) -> None:
+def write_rows(bench: Bench, options: argparse.Namespace) -> None:
     if not options.out:
         return
     raw = config_of(options.model)
@@ -291,7 +290,7 @@ def write(bench: Bench, options: argparse.Namespace) -> None:
         "rows": bench.rows,
         "profiles": bench.profiles,
     }
-    save_text(options.out, json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import save_text, writable
+from measure import writable, write
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
 from sglang_dsv4.console import Progress, positive, run_program, tolerance
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
 from sglang_dsv4.switches import CHECK_RANKS
 from sglang_dsv4.verify import verify
-from sglang_dsv4.workers import workers
+from sglang_dsv4.workers import Workers
 
 CHECKED = {
     "SGLANG_DEBUG_MEMORY_POOL": "1",
@@ -65,7 +65,7 @@ def faults(client: Client, requests: list[tuple[list[int], int]], users: int) ->
         bad = not all(math.isfinite(p) for p in answer.logprobs)
         return f"a logprob of a prompt of {len(ids)} tokens is no number" if bad else None, answer.cached_tokens
 
-    with workers(users) as pool:
+    with Workers(users) as pool:
         seen = pool.gather(one, requests)
     return [fault for fault, _ in seen if fault], sum(cached for _, cached in seen)
 
@@ -120,7 +120,7 @@ def main() -> int:
     finally:
         print("\n".join(result.get("verify", [])), result.get("stopped", ""), flush=True)
         if options.out:
-            save_text(options.out, json.dumps(result, indent=1) + "\n")
+            write(options.out, result)
     return 0 if result.get("verified") and not result.get("failed") else 1
 
 

@@ -20,7 +20,6 @@ MXFP4 experts; the servers must then agree on it, and the result records it. Row
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -31,12 +30,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import save_text, writable
+from measure import writable, write
 from rivals import GpuLaunch, Pools, card, config_of, same_kernels, text, together, vocabulary_of
 
 from sglang_dsv4.console import positive, run_program
 from sglang_dsv4.serving import Client, Server, ServerError, exit_on_signals
-from sglang_dsv4.workers import workers
+from sglang_dsv4.workers import Workers
 
 TAIL = 64  # prompt positions whose logprobs are compared
 SEGMENT = 32  # answer tokens that one request is guided through; segments run side by side
@@ -93,7 +92,7 @@ def guided(client: Client, ids: list[int], expected: list[int]) -> list[int]:
 def disagreements(client: Client, ids: list[int], expected: list[int]) -> list[int]:
     client.generate(ids, 1, logprobs=False)  # the segments share the prompt
     starts = range(0, len(expected), SEGMENT)
-    with workers(len(starts)) as pool:
+    with Workers(len(starts)) as pool:
         found = pool.gather(lambda i: guided(client, ids + expected[:i], expected[i : i + SEGMENT]), starts)
         return [start + step for start, steps in zip(starts, found, strict=True) for step in steps]
 
@@ -137,7 +136,7 @@ def swap(
     with itself too."""
     for length in lengths:
         answer = greedy(servers[REFERENCE].client, text(f"swap {length}", length, vocabulary), steps)
-        with workers(len(servers)) as pool:
+        with Workers(len(servers)) as pool:
             alike = ([one] * len(servers) for one in (length, answer, vocabulary))
             found = pool.gather(measure, servers.values(), *alike)
         measured = dict(zip(servers, found, strict=True))
@@ -185,7 +184,7 @@ def main() -> int:
 
     def save() -> None:
         if options.out:
-            save_text(options.out, json.dumps(result, indent=1) + "\n")
+            write(options.out, result)
 
     launches = arms(options.model, options.moe, options.fp8_gemm, options.tp)
     try:

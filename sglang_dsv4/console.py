@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
+FEWEST_IDS = 16  # fewer distinct token ids make prompts that look alike
+INTERRUPTED = 130  # what a shell shows of a program that Ctrl-C ended
 _BAR = 30
-
-
-FEWEST_IDS = 16  # token ids of which different prompts can be made
 
 
 def positive(text: str) -> int:
@@ -37,9 +36,6 @@ def tolerance(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
     return value
-
-
-INTERRUPTED = 130  # what a shell shows of a program that Ctrl-C ended
 
 
 def run_program(program: str, main: Callable[[], int | None]) -> NoReturn:

@@ -27,8 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from sglang_dsv4.console import FEWEST_IDS
 from sglang_dsv4.ports import PortTaken, Reservation, reserve
-from sglang_dsv4.workers import workers
+from sglang_dsv4.workers import Workers
 
 PARSER = "dsv4_slot"
 READY_TIMEOUT_S = 300.0
@@ -37,7 +38,6 @@ _TELLING = re.compile(r"^sglang-dsv4: |Scheduler hit an exception: |^(\w+\.)*\w*
 # uvicorn's, and that of the store through which SGLang's ranks find each other.
 _TAKEN = re.compile(r"\[Errno 98\]|EADDRINUSE|[Aa]ddress already in use")
 STARTS = 3  # of one server, each on other ports, where another process takes them
-_MIN_TOKEN_IDS = 16  # fewer distinct ids make prompts that look alike
 
 
 class ServerError(RuntimeError):
@@ -156,7 +156,7 @@ class Client:
             raise ServerError(
                 f"{self.url} does not tokenize ({error}); name ordinary token ids with --token-ids LOW:HIGH"
             ) from None
-        if len(ids) < _MIN_TOKEN_IDS:
+        if len(ids) < FEWEST_IDS:
             raise ServerError(
                 f"{self.url} makes only {len(ids)} distinct tokens of plain text; "
                 "name ordinary token ids with --token-ids LOW:HIGH"
@@ -220,7 +220,7 @@ class Client:
         def one(ids: Sequence[int], limit: int) -> Answer:
             return self.generate(ids, limit, logprobs=logprobs)
 
-        with workers(max(1, len(prompts))) as pool:
+        with Workers(max(1, len(prompts))) as pool:
             return pool.gather(one, prompts, max_new_tokens)
 
     def flush(self, *, patience_s: float = 60.0) -> None:

@@ -7,17 +7,21 @@ asked it; these are not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
 
 class Workers:
-    """Daemon threads that take tasks in turn. Made by `workers`."""
+    """A context manager: `count` daemon threads, whose tasks are waited for where the body comes to its end.
+
+    Whatever else ends the body, such as Ctrl-C or a task that failed, drops the tasks that have not begun and does not
+    wait for those that have: they are answered, or fail when their server is stopped, which is up to somebody further
+    out.
+    """
 
     def __init__(self, count: int) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -25,6 +29,17 @@ class Workers:
         self._count = count
         for _ in range(count):
             threading.Thread(target=self._work, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            wait(self._futures)
+        for future in self._futures:
+            future.cancel()
+        for _ in range(self._count):
+            self._tasks.put(None)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Runs function(*arguments) as soon as a thread is free."""
@@ -62,29 +77,3 @@ class Workers:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-
-    def _end(self, *, drop: bool) -> None:
-        if drop:
-            for future in self._futures:
-                future.cancel()
-        else:
-            wait(self._futures)
-        for _ in range(self._count):
-            self._tasks.put(None)
-
-
-@contextmanager
-def workers(count: int) -> Iterator[Workers]:
-    """`count` threads, whose tasks are waited for where the body comes to its end.
-
-    Whatever else ends the body, such as Ctrl-C or a task that failed, drops the tasks that have not begun and does not
-    wait for those that have: they are answered, or fail when their server is stopped, which is up to somebody further
-    out.
-    """
-    pool = Workers(count)
-    try:
-        yield pool
-    except BaseException:
-        pool._end(drop=True)
-        raise
-    pool._end(drop=False)

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import serving
+import soak
 import swap
 from fake_server import FakeServer
 from measure import save_text
@@ -24,7 +26,7 @@ from workloads import Piece, Request, Workload
 
 from sglang_dsv4.console import INTERRUPTED, run_program
 from sglang_dsv4.serving import Client, ServerError
-from sglang_dsv4.workers import workers
+from sglang_dsv4.workers import Workers
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ServerTokens(low=0, high=60, user=7, assistant=8, ids=tuple(range(300, 360)))
@@ -82,7 +84,7 @@ class Interrupts(Client):
 
 def test_tasks_under_way_do_not_keep_a_body_that_is_ended():
     begun, goes_on, later = threading.Event(), threading.Event(), []
-    with pytest.raises(KeyboardInterrupt), workers(1) as pool:
+    with pytest.raises(KeyboardInterrupt), Workers(1) as pool:
         busy = pool.submit(lambda: (begun.set(), goes_on.wait(20))[1])
         dropped = pool.submit(later.append, 1)
         begun.wait()
@@ -94,14 +96,14 @@ def test_tasks_under_way_do_not_keep_a_body_that_is_ended():
 
 def test_a_body_that_comes_to_its_end_waits_for_all_tasks():
     done = []
-    with workers(2) as pool:
+    with Workers(2) as pool:
         for i in range(8):
             pool.submit(lambda i=i: (threading.Event().wait(0.01), done.append(i)))
     assert sorted(done) == list(range(8))
 
 
 def test_results_come_in_the_order_of_their_tasks():
-    with workers(3) as pool:
+    with Workers(3) as pool:
         late = pool.gather(lambda a, b: (threading.Event().wait(0.01 * (3 - a)), a + b)[1], range(3), (5, 6, 7))
         assert late == [5, 7, 9]
         assert pool.gather(abs, []) == []
@@ -115,7 +117,7 @@ def test_a_task_that_fails_is_told_while_others_are_under_way():
             slow.append(goes_on.wait(20))
         raise ValueError(i)
 
-    with pytest.raises(ValueError, match="1"), workers(2) as pool:
+    with pytest.raises(ValueError, match="1"), Workers(2) as pool:
         pool.gather(task, range(2))
     assert slow == []
     goes_on.set()
@@ -160,6 +162,19 @@ def test_servers_are_stopped_at_once_while_chats_go_on_in_threads(monkeypatch, t
     assert sent[0] < 40
 
 
+def test_a_soak_that_is_ended_says_so_in_its_file(monkeypatch, tmp_path):
+    def ends(*a, **k):
+        raise KeyboardInterrupt
+
+    (tmp_path / "config.json").write_text((ROOT / "configs" / "v4_flash.json").read_text())
+    monkeypatch.setattr(soak, "Server", ends)
+    monkeypatch.setattr(soak, "card", lambda: "none")
+    monkeypatch.setattr("sys.argv", ["soak.py", str(tmp_path), "--out", str(tmp_path / "soak.json")])
+    with pytest.raises(KeyboardInterrupt):
+        soak.main()
+    assert json.loads((tmp_path / "soak.json").read_text())["stopped"] == "KeyboardInterrupt()"
+
+
 def test_no_request_is_replayed_behind_a_ctrl_c():
     watchers = [t for t in threading.enumerate() if "_watch" in t.name]
     with FakeServer() as server:
@@ -194,8 +209,6 @@ def test_whatever_ends_a_request_ends_the_replay(error):
 
 
 def test_an_error_whose_text_breaks_off_is_told_as_the_server_s(monkeypatch):
-    import urllib.error
-
     class Broken:
         def read(self, *count):
             raise ConnectionResetError("reset")
