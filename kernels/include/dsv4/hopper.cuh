@@ -113,6 +113,13 @@ __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, u
 #endif
 }
 
+// Asks for `bytes` of global memory, in whole 16-byte units, to be brought to L2: nothing waits for them.
+__device__ __forceinline__ void prefetch_bulk(const void* global, unsigned bytes) {
+#if DSV4_CLUSTERS
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 // Arrives when all copy_async16 that this thread has issued are complete.
 __device__ __forceinline__ void mbarrier_arrive_copied(uint64_t* barrier) {
 #if DSV4_CLUSTERS

@@ -131,10 +131,21 @@ struct BulkRing {
     }
   };
 
+  // Brings to L2 what `fill` will copy for a tile of these halves.
+  __device__ __forceinline__ static void prefetch(const HalfTile& low, const HalfTile& high) {
+    if (whole_group(low, high)) {
+      hopper::prefetch_bulk(low.data, kStageBytes);
+    } else {
+      hopper::prefetch_bulk(low.data, kData);
+      hopper::prefetch_bulk(high.data, kData);
+      hopper::prefetch_bulk(low.scale, kScale);
+      hopper::prefetch_bulk(high.scale, kScale);
+    }
+  }
+
   // Fills a team's stages with its share of a block's `tiles`, two of `halves` each; one warp.
   __device__ __forceinline__ static void fill(unsigned stages, RingBarriers<kTeams>& barriers, const HalfTile* halves,
                                               int tiles, int team) {
-    constexpr unsigned kData = kHalfTile * Layout::kDataBytes, kScale = kHalfTile * Layout::kScaleBytes;
     const unsigned first = keep(stages + team * (kStages * kStageBytes));
     const unsigned full = keep(shared_address(&barriers.of[team][0]));
     const bool copies = hopper::elect_one();
@@ -146,7 +157,7 @@ struct BulkRing {
       hopper::mbarrier_wait(barrier + offsetof(RingStage, empty), parity ^ 1);
       if (copies) {
         hopper::mbarrier_expect(barrier, kStageBytes);
-        if (high.data == low.data + kData && low.scale == low.data + 2 * kData) {  // a whole group stands as a stage does
+        if (whole_group(low, high)) {
           hopper::copy_bulk(to, low.data, kStageBytes, barrier);
         } else {
           hopper::copy_bulk(to, low.data, kData, barrier);
@@ -161,6 +172,13 @@ struct BulkRing {
       }
     }
     __syncwarp();
+  }
+
+ private:
+  static constexpr unsigned kData = kHalfTile * Layout::kDataBytes, kScale = kHalfTile * Layout::kScaleBytes;
+  // It stands in the pool as in a stage.
+  __device__ __forceinline__ static bool whole_group(const HalfTile& low, const HalfTile& high) {
+    return high.data == low.data + kData && low.scale == low.data + 2 * kData;
   }
 };
 

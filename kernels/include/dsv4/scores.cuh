@@ -34,10 +34,19 @@ struct ScoreParams {
     return static_cast<int>(min((meta.positions[token] + 1) >> kCsaShift, static_cast<int64_t>(max_entries)));
   }
 
-  // First pool row of the page in column `column` of a request: always a row of the pool, whatever the table holds.
-  __device__ __forceinline__ int page_of(int request, int column) const {
-    return meta.page_table[request * meta.page_table_stride + min(column, meta.max_pages - 1)];
+  // The same of a step whose numbers may be written meanwhile; between 0 and max_entries whatever they are.
+  __device__ __forceinline__ int visible_ahead(int token) const {
+    const int request = load_ahead(meta.token_to_req + token);
+    const int64_t position = load_ahead(meta.positions + token);
+    if (request < 0 || request >= meta.num_requests) return 0;
+    return static_cast<int>(min(max((position + 1) >> kCsaShift, int64_t{0}), static_cast<int64_t>(max_entries)));
   }
+
+  // Where the page in column `column` of a request stands: always in the table.
+  __device__ __forceinline__ const int32_t* page_at(int request, int column) const {
+    return meta.page_table + request * meta.page_table_stride + min(column, meta.max_pages - 1);
+  }
+  __device__ __forceinline__ int page_of(int request, int column) const { return *page_at(request, column); }
   __device__ __forceinline__ int64_t row_of(int page, int offset) const {
     const int64_t row = (static_cast<int64_t>(page) << (meta.page_shift - kCsaShift)) + offset;
     return min(max(row, int64_t{0}), keys.num_rows - 16);

@@ -47,7 +47,7 @@ struct KeySource {
   unsigned half_signs;
   uint64_t images;  // an arrival and the bytes of a range's images
 
-  // All threads of a block, before a barrier of all of them.
+  // All threads of the teams, before a barrier of all of them.
   __device__ __forceinline__ void start() {
     barriers.start();
     if (threadIdx.x == 0) {
@@ -120,13 +120,14 @@ struct TileRange {
   __device__ __forceinline__ int entry(int team, int warp) const { return (tile + team) * kKeyTile + 16 * warp; }
 };
 
-// Where the 32 entries from `entry` on of a request stand; any page table leads to rows of the pool.
-template <typename Layout>
+// Where the 32 entries from `entry` on of a request stand; any page table leads to rows of the pool. `kAhead`: of a page
+// table that may be written meanwhile.
+template <bool kAhead = false, typename Layout>
 __device__ __forceinline__ HalfTile half_of(const ScoreParams<Layout>& p, int request, int entry, int visible) {
   const int rows_shift = p.meta.page_shift - kCsaShift;
   // Behind the last page keys of it are scored that nobody asks for.
-  const int page = min(entry, max(visible - 1, 0)) >> rows_shift;
-  const unsigned row = static_cast<unsigned>(p.page_of(request, page)) << rows_shift;
+  const int32_t* const at = p.page_at(request, min(entry, max(visible - 1, 0)) >> rows_shift);
+  const unsigned row = static_cast<unsigned>(kAhead ? load_ahead(at) : *at) << rows_shift;
   const unsigned first = min(row, static_cast<unsigned>(p.keys.num_rows) - (1u << rows_shift));
   return HalfTile::at(p.keys, first + (entry & ((1 << rows_shift) - 1)));
 }

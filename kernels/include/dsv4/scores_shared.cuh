@@ -296,11 +296,11 @@ struct PlanShare {
   int cost_before[kPlanRequests + 1], shared_of[kPlanRequests], visible_of[kPlanRequests];
   int next_cost, end_cost;  // here, as registers are short
 
-  // All threads of a block.
+  // All threads of the teams.
   template <typename Layout>
   __device__ __forceinline__ void start(const ScoreParams<Layout>& p) {
     const int requests = p.meta.num_requests;
-    for (int request = threadIdx.x; request < requests; request += kFewBlock<true>) {
+    for (int request = threadIdx.x; request < requests; request += kFewThreads) {
       const int64_t position = p.meta.positions[request];
       const int upto = p.plan.cost_before[request + 1];
       cost_before[request + 1] = upto;
@@ -313,9 +313,39 @@ struct PlanShare {
         end_cost = static_cast<int>(static_cast<int64_t>(upto) * (blockIdx.x + 1) / gridDim.x);
       }
     }
-    __syncthreads();
+    FewBlock<true>::teams_meet();
   }
 };
+
+// The keys that a block will copy first, brought to L2 by the warps that will copy them, while the kernels before may still
+// run. What it reads of the step's numbers may be of an earlier step, so nothing else depends on it, every number is cut to
+// what the tables hold, and lines of it stay out of L1, where they would be found after the kernels before have written.
+constexpr int kTilesAhead = 8;     // of a block: a warp asks for its own one after another
+constexpr int kTokensAhead = 128;  // none is looked for in a larger step
+
+template <typename Layout>
+__device__ __forceinline__ void prefetch_first(const ScoreParams<Layout>& p, const FewBlock<true>& block) {
+  const int requests = p.meta.num_requests, lane = block.lane;
+  if (requests == 0 || requests > kTokensAhead) return;
+  const int64_t total = load_ahead(p.plan.cost_before + requests);
+  const int at = static_cast<int>(total * blockIdx.x / gridDim.x);
+  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  // As in next_pass: the last request with cost_before <= at.
+  int upto = 0;
+  for (int request = lane + 1; request < requests; request += 32) upto += load_ahead(p.plan.cost_before + request) <= at;
+  const int head = __reduce_add_sync(kFullMask, upto);
+  const int before = load_ahead(p.plan.cost_before + head), after = min(end, load_ahead(p.plan.cost_before + head + 1));
+  const int shared = load_ahead(p.plan.shared + head);
+  const bool member = lane < kGroupMembers && load_ahead(p.plan.members + head * kGroupMembers + lane) >= 0;
+  const int each = tile_cost(shared > 0 ? __popc(__ballot_sync(kFullMask, member)) : 1);
+  const int visible = p.visible_ahead(head), own = tiles_of(visible);
+  const int first = (at - before + each - 1) / each;
+  const int last = min((after - before + each - 1) / each, shared > 0 ? min(shared, own) : own);
+  const int tile = first + kFewTeams * lane + block.warp;
+  if (first < 0 || tile >= min(last, first + kTilesAhead)) return;
+  FewRing<Layout, true>::prefetch(half_of<true>(p, head, tile * kKeyTile, visible),
+                                  half_of<true>(p, head, tile * kKeyTile + kHalfTile, visible));
+}
 
 // The teams' part: one pass after another.
 template <typename Layout>
@@ -363,15 +393,18 @@ __global__ void __launch_bounds__(kFewBlock<true>, 1) score_planned(const __grid
   __shared__ Group group;
 
   grid_dependency_launch();
-  keys.start();
-  grid_dependency_wait();
-  share.start(p);
   if (FewBlock<true>::fills()) {
     hopper::lower_registers<kFillRegisters>();
-    fill_passes<Layout>(FewBlock<true>(raw_shared, group.weights[0], keys));
+    const FewBlock<true> block(raw_shared, group.weights[0], keys);
+    prefetch_first(p, block);
+    grid_dependency_wait();
+    fill_passes<Layout>(block);
     return;
   }
+  keys.start();
   hopper::raise_registers<kScoreRegisters>();
+  grid_dependency_wait();
+  share.start(p);
   score_passes(p, FewBlock<true>(raw_shared, group.weights[0], keys), group, share);
 }
 
