@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from measure import writable, write
+from replay import gauges
 from rivals import START_TIMEOUT_S, GpuLaunch, card, text, vocabulary_of
 
+from sglang_dsv4.cache.metrics import PREFIX
 from sglang_dsv4.console import Progress, positive, run_program, tolerance
 from sglang_dsv4.serving import Client, Server, ServerError, Words, exit_on_signals
 from sglang_dsv4.switches import CHECK_RANKS
@@ -36,6 +38,7 @@ CHECKED = {
     "SGLANG_TEST_RETRACT": "1",
     "SGLANG_TEST_RETRACT_INTERVAL": "40",
 }
+MOVES = ("lots_to_pages", "lots_to_slots", "snapshots_moved", "pages_moved")  # counters of moves and of what was copied
 BOOKS, BOOK_TOKENS, ANSWER = 40, 3000, 64  # prompts are beginnings of so many texts, followed by words of their own
 
 
@@ -68,6 +71,13 @@ def faults(client: Client, requests: list[tuple[list[int], int]], users: int) ->
     with Workers(users) as pool:
         seen = pool.gather(one, requests)
     return [fault for fault, _ in seen if fault], sum(cached for _, cached in seen)
+
+
+def moved(url: str) -> dict[str, int]:
+    """How often memory moved between slots and pages since the server began, and what was copied for it; empty where
+    the server has no metrics."""
+    found = gauges(url)
+    return {name: int(found[key]) for name in MOVES if (key := f"{PREFIX}{name}_total") in found}
 
 
 def main() -> int:
@@ -103,6 +113,7 @@ def main() -> int:
             failed, cached = faults(server.client, requests, options.users)
             total = sum(len(ids) for ids, _ in requests)
             result |= {"requests": len(requests), "failed": failed, "prompt_tokens": total, "cached_tokens": cached}
+            result["memory"] = moved(server.client.url)
             result["retractions"] = server.log.read_text(errors="replace").count("#retracted_reqs")
             if options.tp > 1:
                 result["ranks"] = re.findall(r"ranks agreed in \d+ steps|ranks differ.*", server.log.read_text())[-1:]
