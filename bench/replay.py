@@ -340,6 +340,8 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="such a file: compare each answer with the one in it")
     parser.add_argument("--tolerance", type=tolerance, default=0.0, help="of logprobs, for --against (0: to the bit)")
     args = parser.parse_args()
+    if args.path and not set(workloads.RECORDED).intersection([args.workload]):
+        parser.error(f"--path is for {' and '.join(workloads.RECORDED)}")
     try:
         built = workloads.build(args.workload, scale=args.scale, path=args.path, chats=args.chats, limit=args.limit)
         against = Recording.load(args.against) if args.against else None

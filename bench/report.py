@@ -39,12 +39,22 @@ def load(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             found = json.loads(path.read_text())["runs"]
-            if missing := {name for run in found for name in _NEEDED if name not in run}:
-                raise KeyError(*sorted(missing))
+            for run in found:
+                _check(run)
             runs += found
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a result of simulate.py or replay.py ({error!r})") from None
     return runs
+
+
+def _check(run: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or AttributeError where the page cannot be made of a run."""
+    timed = [key for key, _ in _TIMES] if run.get("ttft_s") else []
+    if missing := [name for name in (*_NEEDED, *timed, *(["answer_tokens_per_s"] if timed else [])) if name not in run]:
+        raise KeyError(*missing)
+    for name in ("missed_tokens", *timed):
+        if not isinstance(run[name], dict) or not all(isinstance(v, int | float) for v in run[name].values()):
+            raise TypeError(f"{name} is {run[name]!r}")
 
 
 def markdown(runs: Sequence[dict[str, Any]], plots: Sequence[str]) -> str:
@@ -87,8 +97,12 @@ def _missed(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    lines = [head, ["---"] * len(head), *([_cell(value) for value in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).replace("|", "\\|").split())
 
 
 def plot(runs: Sequence[dict[str, Any]], folder: Path) -> list[str]:
@@ -174,9 +188,9 @@ def main() -> None:
         runs = load(args.results)
         args.out.mkdir(parents=True, exist_ok=True)
         plots = [] if args.no_plots else plot(runs, args.out)
+        (args.out / "README.md").write_text(markdown(runs, plots))
     except (OSError, ValueError) as error:
         sys.exit(f"report: {error}")
-    (args.out / "README.md").write_text(markdown(runs, plots))
     print(args.out / "README.md")
 
 

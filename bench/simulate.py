@@ -306,6 +306,8 @@ def main() -> None:
     parser.add_argument("--chunk", type=positive, default=8192, help="prompt tokens of a step")
     parser.add_argument("--out", type=writable, help="JSON file for the results")
     args = parser.parse_args()
+    if args.path and not set(workloads.RECORDED).intersection(args.workload):
+        parser.error(f"--path is for {' and '.join(workloads.RECORDED)}")
     kept = Kept(args.out)
     with told("simulate", kept, describe):
         for name in args.workload:

@@ -11,11 +11,13 @@ answer, the replayed one contains the answer that came (see `sglang_dsv4/traces.
 from __future__ import annotations
 
 import json
+import math
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,8 @@ Ids = NDArray[np.int64]
 
 BUNDLED_TRACES = Path(__file__).parent / "traces"
 MOONCAKE_BLOCK = 512
+LONGEST = 10_000_000  # tokens of a recorded prompt or answer: ten times what any model takes
+RECORDED = ("coding-agent", "mooncake")  # presets that a recording can be named for
 USER, ASSISTANT = "<user>", "<assistant>"  # keys of the chat template's role tokens
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -181,25 +185,35 @@ def mooncake(scale: float = 1.0, path: Path | None = None) -> Workload:
     """Mooncake's trace format, one JSON object a line. Sessions are not recorded: every request stands alone."""
     if path is None:
         raise ValueError("mooncake needs the path of a JSONL trace")
-    block_tokens = _scaled(MOONCAKE_BLOCK, scale)
-    requests = []
+    requests, number = [], 0
     try:
-        for number, line in enumerate(path.read_text().splitlines()):
-            raw = json.loads(line)
-            left = _scaled(raw["input_length"], scale)
-            pieces = []
-            for block in raw["hash_ids"]:
-                pieces.append(Piece(f"mooncake/{block}", min(block_tokens, left)))
-                left -= pieces[-1].count
-                if not left:
-                    break
-            answer = _scaled(raw["output_length"], scale)
-            requests.append(Request(f"request {number}", 0, raw["timestamp"] / 1e3, 0, tuple(pieces), answer))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            requests.append(_mooncake_request(json.loads(line), f"request {number - 1}", scale))
     except (ValueError, KeyError, TypeError) as error:  # of JSON and of text that is not UTF-8, too
-        raise ValueError(f"{path} is not a Mooncake trace: {error!r}") from None
+        raise ValueError(f"{path} is not a Mooncake trace: line {number}: {error!r}") from None
     if not requests:
         raise ValueError(f"{path} holds no request")
     return Workload("mooncake", tuple(requests))
+
+
+def _mooncake_request(raw: Any, name: str, scale: float) -> Request:
+    """Raises ValueError, KeyError or TypeError where `raw` is no request of such a trace."""
+    for key in ("input_length", "output_length"):
+        if type(raw[key]) is not int or not 0 < raw[key] <= LONGEST:
+            raise ValueError(f"{key} is {raw[key]!r}, not a whole number from 1 to {LONGEST}")
+    if not (isinstance(raw["timestamp"], int | float) and 0 <= raw["timestamp"] < math.inf):
+        raise ValueError(f"timestamp is {raw['timestamp']!r}, not a number of milliseconds")
+    blocks = raw["hash_ids"]
+    if not isinstance(blocks, list) or len(blocks) * MOONCAKE_BLOCK < raw["input_length"]:
+        raise ValueError(f"hash_ids are not those of {raw['input_length']} tokens in blocks of {MOONCAKE_BLOCK}")
+    block_tokens, left = _scaled(MOONCAKE_BLOCK, scale), _scaled(raw["input_length"], scale)
+    pieces = []
+    for block in blocks:
+        pieces.append(Piece(f"mooncake/{block}", min(block_tokens, left)))
+        left -= pieces[-1].count
+        if not left:
+            break
+    return Request(name, 0, raw["timestamp"] / 1e3, 0, tuple(pieces), _scaled(raw["output_length"], scale))
 
 
 # Made streams

@@ -13,7 +13,6 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -302,8 +301,9 @@ def _prompt_budget(original: Callable[..., Any], self: Any, input_tokens: int, *
 
 def _input_check(original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang_dsv4.config import serves_ours
+    from sglang_dsv4.request_rules import input_fault
 
-    fault = _input_fault(req) if serves_ours() else None
+    fault = input_fault(req) if serves_ours() else None
     if fault is None:
         return original(req, *args, **kwargs)
     # SGLang lets a refused request take part in one more step, with one token in the prompt's place.
@@ -313,43 +313,35 @@ def _input_check(original: Callable[..., Any], req: Any, *args: Any, **kwargs: A
     return fault
 
 
-def _input_fault(req: Any) -> str | None:
-    """One line where a request would end the scheduler, and every other request with it, or get a wrong answer."""
-    ids, vocabulary, sampling = req.origin_input_ids, req.vocab_size, req.sampling_params
-    if not len(ids):
-        return "the prompt is empty: send at least one token"
-    if req.input_embeds is not None:
-        return "input_embeds are not supported: layers that route by token id need the ids; send input_ids"
-    if not (min(ids) >= 0 and max(ids) < vocabulary):
-        return f"input_ids contain a token outside the vocabulary of {vocabulary}: send ids from 0 on below that"
-    if req.logprob.top_logprobs_num > vocabulary:
-        return f"top_logprobs_num is {req.logprob.top_logprobs_num}: the vocabulary has {vocabulary} tokens"
-    if sampling.min_new_tokens and not all(0 <= token < vocabulary for token in sampling.stop_token_ids or ()):
-        return f"stop_token_ids contain a token outside the vocabulary of {vocabulary}: send ids below that"
-    return None
-
-
 def _request_check(original: Callable[..., Any], self: Any, obj: Any) -> None:
     from sglang_dsv4.config import serves_ours
+    from sglang_dsv4.request_rules import request_fault
 
-    if serves_ours() and (fault := _request_fault(obj)):
+    if serves_ours() and (fault := request_fault(obj)):
         raise ValueError(fault)
     original(self, obj)
 
 
-def _request_fault(obj: Any) -> str | None:
-    """`_input_fault` of what the scheduler's own check of a request does not see: one line, or None."""
-    if obj.positional_embed_overrides is not None:
-        return "positional_embed_overrides are not supported: layers that route by token id would not know them"
-    # SGLang's bookkeeping of logprobs would not add up.
-    for name, least, meaning in (
-        ("logprob_start_len", -1, "the first prompt token whose logprob is wanted, or -1 for none of them"),
-        ("top_logprobs_num", 0, "how many of the likeliest tokens are wanted at each place"),
-    ):
-        value = getattr(obj, name)
-        if value is not None and not (isinstance(value, Integral) and int(value) >= least):
-            return f"{name} is {value!r}: send an integer from {least} on, {meaning}"
-    return None
+def _update_from_disk(
+    original: Callable[..., Any], self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
+) -> tuple[bool, str]:
+    from sglang_dsv4.config import is_ours
+
+    if not is_ours(self.model_config):
+        done: tuple[bool, str] = original(self, model_path, load_format, *args, **kwargs)
+        return done
+    before = self.model_config.model_path
+    try:
+        done = original(self, model_path, load_format, *args, **kwargs)
+    except Exception as error:  # SGLang rolls back from the folder that did not fit
+        self.model_config.model_path = before
+        restored, why = original(self, before, self.get_model_runner().load_config.load_format)
+        if not restored:
+            raise RuntimeError(f"weights are lost: {why}") from error
+        return False, f"{model_path} was not loaded, the weights before were: {error}"
+    if not done[0]:
+        self.model_config.model_path = before
+    return done
 
 
 def _refusal_text(original: Callable[..., Any]) -> str:
@@ -509,6 +501,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "obj"),
         _request_check,
         "a negative place of the first logprob, or embeddings for single tokens, end the server",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
+        ("self", "model_path", "load_format", "weight_name_filter", "recapture_cuda_graph"),
+        _update_from_disk,
+        "new weights that do not fit end the server",
     ),
     Hook(
         f"{_SCHEDULER}.get_exception_traceback",

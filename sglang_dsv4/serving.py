@@ -276,11 +276,14 @@ class Client:
             return response.read().decode(errors="replace")
 
     def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a server-sent event stream."""
+        """The JSON objects of a server-sent event stream. Raises ServerError where it breaks off: what is read of one
+        that was cut ends like a whole one, but for its mark."""
         with self._errors(), self._open(path, body, self.timeout) as response:
             for raw in response:
                 line = raw.decode(errors="replace").strip()
-                if not line.startswith("data:") or line == "data: [DONE]":
+                if line == "data: [DONE]":
+                    return
+                if not line.startswith("data:"):
                     continue
                 try:
                     event = json.loads(line.removeprefix("data:"))
@@ -289,6 +292,7 @@ class Client:
                 if not isinstance(event, dict):
                     raise ServerError(f"{self.url} sent an event that is no object: {_one_line(line)}")
                 yield event
+            raise ServerError(f"{self.url} broke the connection in the middle of an answer")
 
 
 def _one_line(value: object, limit: int = 300) -> str:

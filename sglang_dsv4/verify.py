@@ -24,6 +24,7 @@ ANSWER = 12
 TURN_ANSWER = 40
 TURNS = 3
 BLOCK = 4  # tokens of the smaller compression block
+NOTHING_CACHED, TOO_LITTLE_CACHED = "nothing cached", "cached too little"  # faults of a cache whose answers are right
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Verifier:
         difference, fault = compare(warm, cold, self.tolerance)
         least = min(1, promised) if self.any_hit else promised
         if not fault and warm.cached_tokens < least:
-            fault = "nothing cached" if warm.cached_tokens == 0 else "cached too little"
+            fault = NOTHING_CACHED if warm.cached_tokens == 0 else TOO_LITTLE_CACHED
         return Row(case, warm.prompt_tokens, warm.cached_tokens, promised, difference, fault)
 
     def last_boundary(self, tokens: int) -> int:
@@ -225,4 +226,6 @@ def verify(
     say(f"{client.url}: SGLang {info.version}, {info.device}, page {info.page_size}, tolerance {tolerance:g}")
     say(table(head, cells))
     say(f"verify: checks={len(rows)} failed={len(failed)}")
+    if failed and all(row.fault in (NOTHING_CACHED, TOO_LITTLE_CACHED) for row in failed):
+        say("all answers are right, the cache found too little: did anybody else use or flush this server meanwhile?")
     return not failed

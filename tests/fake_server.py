@@ -125,6 +125,15 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(raw)
 
+        def _cut(self, body: str) -> None:
+            """A chunk of a stream whose server is killed behind it."""
+            self.protocol_version = "HTTP/1.1"
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(body.encode()), body.encode()))
+            self.close_connection = True
+
         def do_GET(self) -> None:
             if server.fault == "a web page":
                 self._reply(200, "<html>welcome</html>")
@@ -157,6 +166,10 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 if server.fault == "no numbers in the logprobs":
                     answer["meta_info"]["output_token_logprobs"] = [["x"]] * count
                 event = {"a list in the stream": "[1]", "bytes in the stream": "\udcff"}.get(server.fault)
-                self._reply(200, f"data: {event or json.dumps(answer)}\n\ndata: [DONE]\n\n")
+                said = f"data: {event or json.dumps(answer)}\n\n"
+                if server.fault == "cut off":
+                    self._cut(said)
+                else:
+                    self._reply(200, f"{said}data: [DONE]\n\n")
 
     return Handler

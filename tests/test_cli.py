@@ -41,6 +41,11 @@ sys.exit(main({list(arguments)!r}))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
+def test_the_package_can_be_run_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "sglang_dsv4", "--version"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.split()[0] == "sglang-dsv4"
+
+
 def test_check_without_sglang_names_the_remedy():
     result = run_without(("sglang", "sgl_kernel"), "check")
     assert result.returncode == 1

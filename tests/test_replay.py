@@ -158,6 +158,25 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
             report.load([bad])
         with pytest.raises(ValueError, match=r"bad\.json is not a file of answers"):
             Recording.load(bad)
+    whole = {"workload": "x", "system": "y", "missed_tokens": {}, "recomputed_over_ideal": 1, "hit_rate": 1}
+    for times in ({"ttft_s": [1, 2]}, {"ttft_s": {"p50": 1}}, {"missed_tokens": {"a": "b"}}):
+        bad.write_text(json.dumps({"runs": [whole | times]}))
+        with pytest.raises(ValueError, match=r"bad\.json is not a result"):
+            report.load([bad])
+    bad.write_text(json.dumps({"runs": [whole]}))
+    assert report.load([bad]) == [whole]
+
+
+def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "result.json").write_text('{"runs": []}')
+    (tmp_path / "README.md").mkdir()
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "result.json"), "--out", str(tmp_path), "--no-plots"])
+    with pytest.raises(SystemExit, match=r"^report: .*README\.md"):
+        report.main()
+
+
+def test_names_in_a_report_stay_in_their_cells():
+    assert report._table(["a"], [["x|y\nz"]]).splitlines()[-1] == "| x\\|y z |"
 
 
 @pytest.mark.parametrize(

@@ -389,6 +389,35 @@ def test_a_recording_without_a_request_is_named(tmp_path):
         build("mooncake", path=empty)
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"input_length": float("inf")}, "input_length is inf"),
+        ({"input_length": 0}, "input_length is 0"),
+        ({"input_length": True}, "input_length is True"),
+        ({"output_length": -3}, "output_length is -3"),
+        ({"output_length": 3_000_000_000}, "output_length is 3000000000"),
+        ({"input_length": 1025}, "hash_ids are not those of 1025 tokens"),
+        ({"hash_ids": "12"}, "hash_ids are not those of 600 tokens"),
+        ({"timestamp": float("nan")}, "timestamp is nan"),
+    ],
+)
+def test_what_is_no_request_of_a_recording_is_named_with_its_line(changed, says, tmp_path):
+    good = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{json.dumps(good)}\n{json.dumps(good | changed)}\n")
+    with pytest.raises(ValueError, match=rf"trace\.jsonl is not a Mooncake trace: line 2: .*{says}"):
+        build("mooncake", path=file)
+    file.write_text(json.dumps(good))
+    assert build(str(file)).lengths() == [600]
+
+
+def test_a_recording_for_a_preset_that_takes_none_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        simulated(monkeypatch, "--path", "recording.jsonl")
+    assert "--path is for coding-agent and mooncake" in capsys.readouterr().err
+
+
 def test_a_chunk_that_servers_refuse_is_refused():
     with pytest.raises(ValueError, match="a chunk of 100 tokens is no multiple of the page, 128"):
         simulate(build("branching", limit=3), "ample", chunk=100)

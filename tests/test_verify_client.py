@@ -47,6 +47,8 @@ def test_an_unfaithful_server_fails(fault, said):
     assert not passed
     failed = [line for line in text.splitlines() if said in line and not line.endswith(" ok")]
     assert failed, text
+    only_missed = {"nothing is cached", "aligned repeats miss", "branches leave nothing", "answers leave nothing"}
+    assert ("did anybody else use or flush" in text) is (fault in only_missed), text
 
 
 def test_any_hit_accepts_a_short_one_but_not_none():
@@ -66,6 +68,7 @@ def test_any_hit_accepts_a_short_one_but_not_none():
         ("no tokenizer", "--token-ids"),
         ("refuses to flush", "does not flush its cache"),
         ("ends early", "ended a request after"),
+        ("cut off", "broke the connection in the middle of an answer"),
         ("an error in the stream", "out of memory"),
         ("pages of nothing", "not as SGLang does"),
         ("a list in the stream", "sent an event that is no object"),

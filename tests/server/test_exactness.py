@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from safetensors.torch import load_file, save_file
 from workload import (
     BRANCHES,
     CROWD,
@@ -187,6 +189,23 @@ def test_a_hostile_request_is_refused_and_the_server_lives(case, client, cold, p
     assert re.search(says, told), told
     assert plain.process.poll() is None
     assert differences(client, cold, EDGES[:1]) == []
+
+
+def test_new_weights_that_do_not_fit_are_refused_and_the_ones_before_serve_on(client, cold, plain, model, tmp_path):
+    shutil.copytree(model, tmp_path / "less")
+    (file,) = (tmp_path / "less").glob("*.safetensors")
+    tensors = load_file(file)
+    for name in ("norm.weight", "head.weight"):
+        tensors[name] = tensors[name] * 2
+    del tensors["layers.0.attn.attn_sink"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    for folder, says in (("less", "1 missing: layers.0.attn.attn_sink"), ("nowhere", "nowhere"), ("less", "1 missing")):
+        with pytest.raises(ServerError, match=says):
+            client.post("/update_weights_from_disk", {"model_path": str(tmp_path / folder)})
+        assert differences(client, cold, EDGES[:2]) == []
+    assert client.post("/update_weights_from_disk", {"model_path": str(model)})["success"]
+    assert differences(client, cold, EDGES[:2]) == []
+    assert plain.process.poll() is None
 
 
 def test_the_startup_line_adds_up_to_the_bytes_of_the_tensors(plain):
