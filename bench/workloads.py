@@ -11,7 +11,6 @@ answer, the replayed one contains the answer that came (see `sglang_dsv4/traces.
 from __future__ import annotations
 
 import json
-import math
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ Ids = NDArray[np.int64]
 BUNDLED_TRACES = Path(__file__).parent / "traces"
 MOONCAKE_BLOCK = 512
 LONGEST = 10_000_000  # tokens of a recorded prompt or answer: ten times what any model takes
+LATEST = 1e15  # milliseconds, which are 30,000 years
 RECORDED = ("coding-agent", "mooncake")  # presets that a recording can be named for
 USER, ASSISTANT = "<user>", "<assistant>"  # keys of the chat template's role tokens
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -185,12 +185,18 @@ def mooncake(scale: float = 1.0, path: Path | None = None) -> Workload:
     """Mooncake's trace format, one JSON object a line. Sessions are not recorded: every request stands alone."""
     if path is None:
         raise ValueError("mooncake needs the path of a JSONL trace")
-    requests, number = [], 0
     try:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            requests.append(_mooncake_request(json.loads(line), f"request {number - 1}", scale))
-    except (ValueError, KeyError, TypeError) as error:  # of JSON and of text that is not UTF-8, too
-        raise ValueError(f"{path} is not a Mooncake trace: line {number}: {error!r}") from None
+        lines = path.read_text().split("\n")
+    except ValueError as error:  # no UTF-8
+        raise ValueError(f"{path} is not a Mooncake trace: {error}") from None
+    requests: list[Request] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_mooncake_request(json.loads(line), f"request {len(requests)}", scale))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is not a Mooncake trace: line {number}: {error!r}") from None
     if not requests:
         raise ValueError(f"{path} holds no request")
     return Workload("mooncake", tuple(requests))
@@ -201,7 +207,7 @@ def _mooncake_request(raw: Any, name: str, scale: float) -> Request:
     for key in ("input_length", "output_length"):
         if type(raw[key]) is not int or not 0 < raw[key] <= LONGEST:
             raise ValueError(f"{key} is {raw[key]!r}, not a whole number from 1 to {LONGEST}")
-    if not (isinstance(raw["timestamp"], int | float) and 0 <= raw["timestamp"] < math.inf):
+    if type(raw["timestamp"]) not in (int, float) or not 0 <= raw["timestamp"] <= LATEST:
         raise ValueError(f"timestamp is {raw['timestamp']!r}, not a number of milliseconds")
     blocks = raw["hash_ids"]
     if not isinstance(blocks, list) or len(blocks) * MOONCAKE_BLOCK < raw["input_length"]:

@@ -322,26 +322,14 @@ def _request_check(original: Callable[..., Any], self: Any, obj: Any) -> None:
     original(self, obj)
 
 
-def _update_from_disk(
-    original: Callable[..., Any], self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
-) -> tuple[bool, str]:
+def _update_from_disk(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang_dsv4.config import is_ours
 
     if not is_ours(self.model_config):
-        done: tuple[bool, str] = original(self, model_path, load_format, *args, **kwargs)
-        return done
-    before = self.model_config.model_path
-    try:
-        done = original(self, model_path, load_format, *args, **kwargs)
-    except Exception as error:  # SGLang rolls back from the folder that did not fit
-        self.model_config.model_path = before
-        restored, why = original(self, before, self.get_model_runner().load_config.load_format)
-        if not restored:
-            raise RuntimeError(f"weights are lost: {why}") from error
-        return False, f"{model_path} was not loaded, the weights before were: {error}"
-    if not done[0]:
-        self.model_config.model_path = before
-    return done
+        return original(self, *args, **kwargs)
+    from sglang_dsv4.new_weights import update
+
+    return update(original, self, *args, **kwargs)
 
 
 def _refusal_text(original: Callable[..., Any]) -> str:

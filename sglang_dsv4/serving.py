@@ -190,10 +190,12 @@ class Client:
         total = time.perf_counter() - start
         try:
             meta = last["meta_info"]
+            reason = meta.get("finish_reason") or {}
+            if isinstance(reason, dict) and reason.get("type") == "abort":
+                raise ServerError(f"{self.url} aborted a request: {_one_line(reason.get('message') or reason)}")
             ids = tuple(int(i) for i in last["output_ids"])
             if "cached_tokens" not in meta:
                 raise ServerError(f"{self.url} does not report cached tokens; its cache cannot be checked")
-            reason = meta.get("finish_reason") or {}
             if len(ids) != max_new_tokens:
                 ended = f"ended a request after {len(ids)} of {max_new_tokens} tokens"
                 raise ServerError(f"{self.url} {ended}: {_one_line(reason)}")

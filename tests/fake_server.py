@@ -161,6 +161,9 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                     answer = {"error": {"message": "out of\nmemory"}}
                 if server.fault == "an endless prompt":
                     answer["meta_info"]["prompt_tokens"] = float("inf")
+                if server.fault == "a full queue":
+                    reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+                    answer = {"output_ids": [], "meta_info": {"prompt_tokens": 0, "finish_reason": reason}}
                 if server.fault == "a number of ids":
                     answer["output_ids"] = 5
                 if server.fault == "no numbers in the logprobs":

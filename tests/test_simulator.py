@@ -400,6 +400,8 @@ def test_a_recording_without_a_request_is_named(tmp_path):
         ({"input_length": 1025}, "hash_ids are not those of 1025 tokens"),
         ({"hash_ids": "12"}, "hash_ids are not those of 600 tokens"),
         ({"timestamp": float("nan")}, "timestamp is nan"),
+        ({"timestamp": True}, "timestamp is True"),
+        ({"timestamp": 10**400}, "timestamp is 1000"),
     ],
 )
 def test_what_is_no_request_of_a_recording_is_named_with_its_line(changed, says, tmp_path):
@@ -408,8 +410,12 @@ def test_what_is_no_request_of_a_recording_is_named_with_its_line(changed, says,
     file.write_text(f"{json.dumps(good)}\n{json.dumps(good | changed)}\n")
     with pytest.raises(ValueError, match=rf"trace\.jsonl is not a Mooncake trace: line 2: .*{says}"):
         build("mooncake", path=file)
-    file.write_text(json.dumps(good))
-    assert build(str(file)).lengths() == [600]
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"trace\.jsonl is not a Mooncake trace: line 1: RecursionError"):
+        build("mooncake", path=file)
+    line = json.dumps(good | {"note": "\u2028"}, ensure_ascii=False)
+    file.write_text(f"{line}\n\n{line}\n")
+    assert build(str(file)).lengths() == [600, 600]
 
 
 def test_a_recording_for_a_preset_that_takes_none_is_refused(monkeypatch, capsys):

@@ -68,6 +68,7 @@ def test_any_hit_accepts_a_short_one_but_not_none():
         ("no tokenizer", "--token-ids"),
         ("refuses to flush", "does not flush its cache"),
         ("ends early", "ended a request after"),
+        ("a full queue", "aborted a request: The request queue is full."),
         ("cut off", "broke the connection in the middle of an answer"),
         ("an error in the stream", "out of memory"),
         ("pages of nothing", "not as SGLang does"),

@@ -125,12 +125,13 @@ class SlotModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads a whole checkpoint under the official names; draft layers are skipped.
 
-        Raises one ValueError that lists what is missing, unexpected, repeated, mis-shaped or quantised. The
-        model is unusable after an error.
+        Raises one ValueError that lists what is missing, unexpected, repeated, mis-shaped, quantised or names experts
+        that there are not. Nothing is written before all tensors are there and judged.
         """
-        targets = self.named_tensors()
-        loaded: set[str] = set()
-        faults: dict[str, list[str]] = {"unexpected": [], "repeated": [], "mis-shaped": [], "quantised": []}
+        targets, experts = self.named_tensors(), self.config.n_routed_experts
+        loaded: dict[str, Tensor] = {}
+        kinds = ("unexpected", "repeated", "mis-shaped", "quantised", "of other experts")
+        faults: dict[str, list[str]] = {kind: [] for kind in kinds}
         for name, value in weights:
             if name.startswith(DRAFT_PREFIX):
                 continue
@@ -143,15 +144,17 @@ class SlotModel(nn.Module):
                 faults["mis-shaped"].append(f"{name} {list(value.shape)} instead of {list(target.shape)}")
             elif value.is_floating_point() != target.is_floating_point() or value.dtype.itemsize == 1:
                 faults["quantised"].append(f"{name} ({value.dtype})")
-            else:
-                target.copy_(value)
-            loaded.add(name)
-        faults["missing"] = sorted(targets.keys() - loaded)
+            elif name.endswith(".tid2eid") and not 0 <= int(value.min()) <= int(value.max()) < experts:
+                faults["of other experts"].append(f"{name} (there are {experts})")
+            loaded[name] = value
+        faults["missing"] = sorted(targets.keys() - loaded.keys())
+        if any(faults.values()):
+            raise ValueError("the checkpoint does not fit this model: " + "; ".join(_summary(faults)))
+        for name, value in loaded.items():
+            targets[name].copy_(value)
         for module in self.modules():
             if isinstance(module, RowLinear):
                 module.refresh()
-        if any(faults.values()):
-            raise ValueError("the checkpoint does not fit this model: " + "; ".join(_summary(faults)))
 
 
 def _summary(faults: dict[str, list[str]]) -> Iterable[str]:

@@ -197,9 +197,13 @@ def test_new_weights_that_do_not_fit_are_refused_and_the_ones_before_serve_on(cl
     tensors = load_file(file)
     for name in ("norm.weight", "head.weight"):
         tensors[name] = tensors[name] * 2
+    shutil.copytree(tmp_path / "less", tmp_path / "routed")
+    table = next(name for name in tensors if name.endswith("tid2eid"))
+    routed = tensors | {table: tensors[table] + 1000}
+    save_file(routed, tmp_path / "routed" / file.name, metadata={"format": "pt"})
     del tensors["layers.0.attn.attn_sink"]
     save_file(tensors, file, metadata={"format": "pt"})
-    for folder, says in (("less", "1 missing: layers.0.attn.attn_sink"), ("nowhere", "nowhere"), ("less", "1 missing")):
+    for folder, says in (("less", "1 missing: layers.0"), ("nowhere", "nowhere"), ("routed", "1 of other experts")):
         with pytest.raises(ServerError, match=says):
             client.post("/update_weights_from_disk", {"model_path": str(tmp_path / folder)})
         assert differences(client, cold, EDGES[:2]) == []
