@@ -114,9 +114,10 @@ def main() -> int:
             total = sum(len(ids) for ids, _ in requests)
             result |= {"requests": len(requests), "failed": failed, "prompt_tokens": total, "cached_tokens": cached}
             result["memory"] = moved(server.client.url)
-            result["retractions"] = server.log.read_text(errors="replace").count("#retracted_reqs")
+            log = server.log.read_text(errors="replace")
+            result["retractions"] = log.count("#retracted_reqs")
             if options.tp > 1:
-                result["ranks"] = re.findall(r"ranks agreed in \d+ steps|ranks differ.*", server.log.read_text())[-1:]
+                result["ranks"] = re.findall(r"ranks agreed in \d+ steps|ranks differ.*", log)[-1:]
             result["seconds"] = round(time.monotonic() - started, 1)
             print(json.dumps({**result, "failed": failed[:5]}), flush=True)
             said: list[str] = []

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.models.backbone import DRAFT_PREFIX
+from sglang_dsv4.models.backbone import DRAFT_PREFIX, does_not_fit
 from sglang_dsv4.refusals import Refused
 
 INDEX = "model.safetensors.index.json"
-_NAMED = 3  # tensors in one line
 _BEGUN = "Failed to update weights"  # how SGLang's answer begins where weights may have been written
 
 Shapes = dict[str, tuple[int, ...]]
@@ -37,18 +36,17 @@ def update(
     before = config.model_path
     if fault := misfit(model_path, load_format, _expected(model, before)):
         return False, f"{model_path} was not loaded: {fault}"
-    lost = f"the weights of {model_path} did not load, and those before are gone"
     try:
         done, why = original(updater, model_path, load_format, *args, **kwargs)
+        lost = not done and why.startswith(_BEGUN)
     except Exception as error:
-        config.model_path = before
-        if hasattr(model, "named_tensors"):  # writes all tensors or none
-            return False, f"{model_path} was not loaded: {error}"
-        raise Refused(lost, str(error), "start the server again") from error
+        done, why = False, f"{model_path} was not loaded: {error}"
+        lost = not hasattr(model, "named_tensors")  # such a model writes all tensors or none
+    if lost:
+        what = f"the weights of {model_path} did not load, and those before are gone"
+        raise Refused(what, why, "start the server again")
     if not done:
         config.model_path = before
-        if why.startswith(_BEGUN):
-            raise Refused(lost, why, "start the server again")
     return done, why
 
 
@@ -67,11 +65,12 @@ def misfit(model_path: str, load_format: str, expected: Shapes) -> str | None:
         return f"its headers cannot be read ({error})"
     if not found or not expected:
         return None
-    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    other = [name for name in sorted(expected.keys() & found.keys()) if expected[name] != found[name]]
-    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", other))
-    told = [f"{len(names)} {kind}: {', '.join(names[:_NAMED])}" for kind, names in kinds if names]
-    return f"the checkpoint does not fit this model: {'; '.join(told)}" if told else None
+    faults = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "of another shape": sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name]),
+    }
+    return does_not_fit(faults) if any(faults.values()) else None
 
 
 def shapes(folder: Path) -> Shapes:

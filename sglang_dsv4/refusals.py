@@ -37,7 +37,7 @@ TRACK_INTERVAL_UNSET = 256  # SGLang's own default; the record does not say whet
 
 
 class Refused(ValueError):
-    """The server must not start. The text is one line: what, why, what to do.
+    """The server must not start, or not go on. The text is one line: what, why, what to do.
 
     Takes the three parts, or a finished line.
     """

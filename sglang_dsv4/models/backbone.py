@@ -8,7 +8,7 @@ the released checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class SlotModel(nn.Module):
             loaded[name] = value
         faults["missing"] = sorted(targets.keys() - loaded.keys())
         if any(faults.values()):
-            raise ValueError("the checkpoint does not fit this model: " + "; ".join(_summary(faults)))
+            raise ValueError(does_not_fit(faults))
         for name, value in loaded.items():
             targets[name].copy_(value)
         for module in self.modules():
@@ -157,9 +157,12 @@ class SlotModel(nn.Module):
                 module.refresh()
 
 
-def _summary(faults: dict[str, list[str]]) -> Iterable[str]:
+def does_not_fit(faults: Mapping[str, Sequence[str]]) -> str:
+    """One line of what does not fit: names of tensors by kind."""
+    kinds = []
     for kind, names in faults.items():
         if names:
             more = f", and {len(names) - _NAMES_IN_ERROR} more" if len(names) > _NAMES_IN_ERROR else ""
             hint = " (this host needs float weights)" if kind == "quantised" else ""
-            yield f"{len(names)} {kind}{hint}: {', '.join(names[:_NAMES_IN_ERROR])}{more}"
+            kinds.append(f"{len(names)} {kind}{hint}: {', '.join(names[:_NAMES_IN_ERROR])}{more}")
+    return f"the checkpoint does not fit this model: {'; '.join(kinds)}"
